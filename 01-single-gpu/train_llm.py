@@ -1,0 +1,280 @@
+"""Train a causal language model on one device.
+
+python 01-single-gpu/train_llm.py
+"""
+
+import argparse
+import logging
+import math
+
+import torch
+import tqdm
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM
+
+from common import cli
+from common.checkpoint import describe_training, find_checkpoint, load_checkpoint, save_checkpoint
+from common.cli import at_least
+from common.data import ResumableSampler, load_blocks, split_batch
+from common.models import check_sizes, load_config, load_pretrained, load_tokenizer
+from common.timers import PhaseTimers, flops_per_token, peak_memory_gib, throughput
+from common.tracker import Tracker, make_run_dir
+
+logger = logging.getLogger("train_llm")
+
+
+def get_args() -> argparse.Namespace:
+    parser = cli.ArgumentParser(description=__doc__)
+    add = parser.add_argument_group("run").add_argument
+    add("-e", "--experiment-name", help="name of the run; generated if absent")
+    add("--save-dir", default="outputs", help="folder that holds the runs' folders")
+    add("--seed", default=0, type=int, help="of the weights, the order, the dropout")
+    add = parser.add_argument_group("data").add_argument
+    add("-d", "--dataset-name", default="python-stdlib", help="preset, file, folder or hub id")
+    add("--dataset-subset", help="configuration of a hub data set")
+    add("--text-column", help="column to train on (if absent: text)")
+    add("-s", "--seq-length", type=at_least(2), help="tokens (if absent: positions, <= 1024)")
+    add("--num-workers", default=0, type=at_least(0), help="processes that prepare data")
+    add = parser.add_argument_group("model").add_argument
+    add("-m", "--model-name", default="gpt2-tiny", help="preset, folder or hub id")
+    add("--tokenizer-name", help="folder or hub id (if absent: the model's)")
+    add("--pretrained", action="store_true", help="start from the model's own weights")
+    add("--param-dtype", default="float32", choices=["float32", "bfloat16"], help="of the weights")
+    add("--compile", action="store_true", help="fuse kernels with torch.compile")
+    add = parser.add_argument_group("optimize").add_argument
+    add(
+        "-b", "--batch-size", default=8, type=at_least(1), help="most sequences on a device at once"
+    )
+    add("--global-batch-size", default=24, type=at_least(1), help="sequences per step, all devices")
+    add("--lr", type=at_least(0.0), help="peak rate (if absent: 1 / model width)")
+    add("--warmup-steps", default=40, type=at_least(0), help="steps of linear warm-up")
+    add("--weight-decay", default=0.1, type=at_least(0.0), help="per step, times the rate")
+    add("--max-grad-norm", default=1.0, type=at_least(0.0), help="clip above; inf: never")
+    add("--num-epochs", default=0.5, type=at_least(0.0), help="passes over the data, or a part")
+    add("--max-steps", type=at_least(1), help="steps in all, instead of epochs")
+    add = parser.add_argument_group("every N steps").add_argument
+    add("--log-freq", default=10, type=at_least(1), help="steps between log lines")
+    add("--eval-freq", default=200, type=at_least(1), help="steps between evaluations")
+    add("--ckpt-freq", default=50, type=at_least(1), help="steps between checkpoints")
+    add("--keep-checkpoints", default=2, type=at_least(1), help="newest checkpoints that stay")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = get_args()
+
+    # --- setup ---
+    rank = 0
+    world_size = 1
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    logging.basicConfig(
+        level=logging.INFO,
+        format="[%(asctime)s] %(message)s",
+        handlers=[cli.ProgressHandler()],
+    )
+    # Matrix products of float32 in TF32 where the GPU has it: 3 decimal digits, float32's range.
+    torch.set_float32_matmul_precision("high")
+    name = args.experiment_name or cli.new_experiment_name(args)
+    run_dir = make_run_dir(args.save_dir, name)
+    logger.info(cli.describe_run(args, device))
+    logger.info(f"run folder: {run_dir}; to go on after a stop: {cli.resume_command(name)}")
+
+    # --- model ---
+    config = load_config(args.model_name)
+    tokenizer = load_tokenizer(args.tokenizer_name or args.model_name)
+    seq_length = check_sizes(config, tokenizer, args.seq_length)
+    torch.manual_seed(args.seed)
+    # On the CPU and in float32, whatever comes later: every device starts from the same weights.
+    if args.pretrained:
+        model = load_pretrained(args.model_name, config)
+    else:
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.to(device=device, dtype=getattr(torch, args.param_dtype))
+    if args.compile:
+        model.compile()  # in place: the parameters keep their names
+
+    # --- data ---
+    train_data, eval_data = load_blocks(
+        args.dataset_name,
+        args.dataset_subset,
+        args.text_column,
+        tokenizer,
+        seq_length,
+        args.num_workers,
+    )
+    share = args.global_batch_size // world_size
+    micro_batch_size, accumulation = split_batch(
+        args.global_batch_size, world_size, args.batch_size
+    )
+    steps_per_epoch = len(train_data) // args.global_batch_size
+    total_steps = args.max_steps or max(1, round(args.num_epochs * steps_per_epoch))
+    tokens_per_step = args.global_batch_size * seq_length
+    sampler = ResumableSampler(
+        train_data,
+        num_replicas=world_size,
+        rank=rank,
+        seed=args.seed,
+    )
+    dataloader = DataLoader(
+        train_data,
+        batch_size=micro_batch_size,
+        sampler=sampler,
+        drop_last=True,
+        num_workers=args.num_workers,
+        pin_memory=device.type == "cuda",
+        # Its own generator: it draws a seed at every start, which a resumed run does once more.
+        generator=torch.Generator(),
+    )
+    # Every batch of the same shape, so that a compiled model is not compiled again for the last.
+    eval_data = eval_data.pad_to_multiple(micro_batch_size * world_size)
+    eval_dataloader = DataLoader(
+        eval_data,
+        batch_size=micro_batch_size,
+        generator=torch.Generator(),
+    )
+
+    # --- optimizer ---
+    # The best rate falls with the width of a model, roughly as its inverse.
+    lr = args.lr if args.lr is not None else 1 / config.hidden_size
+    optimizer = torch.optim.AdamW(
+        model.parameters(),
+        lr=lr,
+        betas=(0.9, 0.95),
+        weight_decay=args.weight_decay,
+        fused=True,
+    )
+
+    def lr_factor(step: int) -> float:
+        # A function of the step alone, so a resumed run cannot leave the schedule.
+        if step < args.warmup_steps:
+            return (step + 1) / args.warmup_steps
+        progress = (step - args.warmup_steps) / max(1, total_steps - args.warmup_steps)
+        return 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+
+    lr_scheduler = LambdaLR(optimizer, lr_factor)
+
+    # --- resume ---
+    training = describe_training(
+        model,
+        dataset=train_data.digest,
+        seq_length=seq_length,
+        seed=args.seed,
+        param_dtype=args.param_dtype,
+        global_batch_size=args.global_batch_size,
+        lr=lr,
+        warmup_steps=args.warmup_steps,
+        weight_decay=args.weight_decay,
+        max_grad_norm=args.max_grad_norm,
+        total_steps=total_steps,
+    )
+    state = {"step": 0, "logged_step": 0, "running_loss": torch.zeros((), device=device)}
+    record = find_checkpoint(run_dir, training)
+    if record is not None:
+        load_checkpoint(run_dir, record, model, optimizer, lr_scheduler, state)
+        logger.info(f"resumed from step {state['step']} of {total_steps}")
+    if state["step"] == total_steps:
+        logger.info(f"this run is complete: all of its {total_steps} steps are done")
+        return
+
+    # --- train ---
+    print(
+        f"{micro_batch_size} sequences x {world_size} device x {accumulation} micro-batches"
+        f" = {args.global_batch_size} sequences = {tokens_per_step} tokens per step"
+    )
+    token_flops = flops_per_token(model, config, seq_length)
+    tracker = Tracker(run_dir, {**vars(args), **training}, state["step"], rank)
+    progress_bar = tqdm.tqdm(total=total_steps, initial=state["step"], unit="step", disable=None)
+    timers = PhaseTimers(device)
+    batches = None
+    model.train()
+    while state["step"] < total_steps:
+        epoch, epoch_step = divmod(state["step"], steps_per_epoch)
+        if batches is None or epoch_step == 0:
+            sampler.set_epoch(epoch, start=epoch_step * share)
+            batches = iter(dataloader)
+
+        for _ in range(accumulation):
+            with timers("data"):
+                batch = next(batches)
+                batch = {key: t.to(device, non_blocking=True) for key, t in batch.items()}
+            with timers("forward"):
+                # Gradients add up over the micro-batches: each counts as its part of the mean.
+                loss = model(**batch).loss / accumulation
+            with timers("backward"):
+                loss.backward()
+            state["running_loss"] += loss.detach()  # on the device: .item() would wait for it
+
+        with timers("update"):
+            grad_norm = nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+            optimizer.step()
+            lr_scheduler.step()
+            optimizer.zero_grad(set_to_none=True)
+        state["step"] += 1
+        progress_bar.update()
+
+        last = state["step"] == total_steps
+        metrics = {}
+        if state["step"] % args.log_freq == 0 or last:
+            times = timers.read()
+            metrics |= {
+                "epoch": epoch,
+                "epoch_progress": (epoch_step + 1) / steps_per_epoch,
+                "batches_left": total_steps - state["step"],
+                "loss": state["running_loss"].item() / (state["step"] - state["logged_step"]),
+                "lr": lr_scheduler.get_last_lr()[0],
+                "grad_norm": grad_norm.item(),
+                **throughput(times, tokens_per_step, world_size, token_flops, device),
+                "peak_mem_gib": peak_memory_gib(device),
+                **times,
+            }
+            state["running_loss"].zero_()
+            state["logged_step"] = state["step"]
+        if state["step"] % args.eval_freq == 0 or last:
+            with timers("evaluate"):
+                metrics |= evaluate(model, eval_dataloader, eval_data.tokens_per_byte, device)
+        if metrics:
+            tracker.log(state["step"], metrics)
+            logger.info(cli.format_metrics(state["step"], total_steps, metrics))
+        if state["step"] % args.ckpt_freq == 0 or last:
+            with timers("save"):
+                save_checkpoint(
+                    run_dir,
+                    model,
+                    optimizer,
+                    lr_scheduler,
+                    state,
+                    training,
+                    keep=args.keep_checkpoints,
+                )
+    progress_bar.close()
+    tracker.finish()
+
+
+@torch.no_grad()
+def evaluate(
+    model: nn.Module,
+    dataloader: DataLoader,
+    tokens_per_byte: float,
+    device: torch.device,
+) -> dict[str, float]:
+    """Return loss (nats per token), perplexity and bits per byte; every token counts once."""
+    model.eval()
+    total = torch.zeros(2, dtype=torch.float64, device=device)  # summed loss, number of labels
+    for batch in dataloader:
+        batch = {key: t.to(device, non_blocking=True) for key, t in batch.items()}
+        # With num_items_in_batch the loss is a sum over it, so 1 gives the sum itself.
+        loss_sum = model(**batch, num_items_in_batch=1).loss
+        total += torch.stack((loss_sum, (batch["labels"][:, 1:] != -100).sum()))
+    model.train()
+    loss = (total[0] / total[1]).item()
+    return {
+        "eval_loss": loss,
+        "perplexity": math.exp(loss),
+        "bits_per_byte": loss / math.log(2) * tokens_per_byte,
+    }
+
+
+if __name__ == "__main__":
+    cli.run(main)

@@ -1,0 +1,212 @@
+"""Text -> packed blocks of tokens, in an order that does not depend on the number of processes."""
+
+import hashlib
+import json
+import logging
+import os
+import shutil
+import time
+from collections.abc import Iterator
+from itertools import islice
+from pathlib import Path
+
+import numpy as np
+import torch
+from filelock import FileLock
+from huggingface_hub import constants
+from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from transformers import PreTrainedTokenizerBase
+
+from common.cli import InputError
+from common.sources import find_source
+
+logger = logging.getLogger(__name__)
+
+CACHE_VERSION = 1  # part of every cache key: raise it when the same input gives other blocks
+DOCUMENTS_PER_BATCH = 256
+IGNORED = -100  # the label that transformers' losses leave out
+
+
+class Blocks(Dataset):
+    """Packed blocks of tokens, read from the disk when asked for.
+
+    Item: {"input_ids": int64 [seq_length], "labels": the same}; the model shifts the labels itself.
+
+    tokens: [blocks, seq_length], integers of any type, in memory or mapped.
+    digest: a checksum of the tokens; two corpora with the same digest are the same.
+    tokens_per_byte: of the text that the blocks were made from, for bits per byte.
+    """
+
+    def __init__(self, tokens: np.ndarray, digest: str, tokens_per_byte: float) -> None:
+        self.tokens, self.digest, self.tokens_per_byte = tokens, digest, tokens_per_byte
+        self.padding = 0
+
+    def pad_to_multiple(self, multiple: int) -> "Blocks":
+        """Append blocks whose labels are all ignored, until the length divides by `multiple`."""
+        padded = Blocks(self.tokens, self.digest, self.tokens_per_byte)
+        padded.padding = -len(self.tokens) % multiple
+        return padded
+
+    def __len__(self) -> int:
+        return len(self.tokens) + self.padding
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        if index >= len(self.tokens):
+            input_ids = torch.zeros(self.tokens.shape[1], dtype=torch.int64)
+            return {"input_ids": input_ids, "labels": torch.full_like(input_ids, IGNORED)}
+        input_ids = torch.from_numpy(self.tokens[index].astype(np.int64))
+        return {"input_ids": input_ids, "labels": input_ids}
+
+
+class ResumableSampler(DistributedSampler):
+    """DistributedSampler that can begin in the middle of an epoch.
+
+    The order of an epoch is a permutation drawn from seed + epoch, of which each rank takes every
+    num_replicas-th sample: whatever the number of ranks, together they have taken the same samples
+    after the same number of steps.
+    """
+
+    start = 0
+
+    def set_epoch(self, epoch: int, start: int = 0) -> None:
+        """Choose the epoch, and how many of this rank's samples of it to skip (indices only)."""
+        super().set_epoch(epoch)
+        self.start = start
+
+    def __iter__(self) -> Iterator[int]:
+        return islice(super().__iter__(), self.start, None)
+
+
+def split_batch(global_batch_size: int, world_size: int, batch_size: int) -> tuple[int, int]:
+    """Return (sequences per device and micro-batch, micro-batches per step).
+
+    The micro-batch is the largest divisor of a rank's share that is not above batch_size, so that
+    every step has exactly global_batch_size sequences. Raises InputError if the ranks cannot
+    share them evenly.
+    """
+    share, rest = divmod(global_batch_size, world_size)
+    if rest:
+        raise InputError(
+            f"{world_size} devices cannot share --global-batch-size {global_batch_size}: "
+            f"give a multiple of {world_size}."
+        )
+    micro_batch_size = max(n for n in range(1, min(share, batch_size) + 1) if share % n == 0)
+    return micro_batch_size, share // micro_batch_size
+
+
+def load_blocks(
+    dataset_name: str,
+    subset: str | None,
+    text_column: str | None,
+    tokenizer: PreTrainedTokenizerBase,
+    seq_length: int,
+    num_workers: int = 0,
+) -> tuple[Blocks, Blocks]:
+    """Return the training and the evaluation blocks of a data set.
+
+    The documents are tokenized in order, each followed by the end-of-text token, put end to end
+    and cut into blocks of seq_length tokens; the rest of less than a block is dropped. The result
+    is the same for every num_workers, is kept below HF_HOME, and is mapped from there. Processes
+    that ask for the same blocks at the same time wait for the first of them.
+
+    Raises InputError for an unknown data set or column, and for a corpus of less than one block.
+    """
+    source = find_source(dataset_name, subset, text_column)
+    encoding = hashlib.sha256(
+        repr((tokenizer.eos_token_id, _rules(tokenizer))).encode()
+    ).hexdigest()
+    key = repr((CACHE_VERSION, source.fingerprint, encoding, seq_length))
+    cache = Path(constants.HF_HOME) / "packed-blocks"
+    folder = cache / hashlib.sha256(key.encode()).hexdigest()[:32]
+    cache.mkdir(parents=True, exist_ok=True)
+    with FileLock(f"{folder}.lock"):
+        if not folder.exists():
+            start = time.perf_counter()
+            unfinished = folder.with_suffix(".unfinished")
+            shutil.rmtree(unfinished, ignore_errors=True)
+            unfinished.mkdir()
+            for split, documents in zip(("train", "evaluation"), source.load(), strict=True):
+                _write_blocks(unfinished / split, documents, tokenizer, seq_length, num_workers)
+            os.replace(unfinished, folder)
+            logger.info("tokenized %s in %.1f s", dataset_name, time.perf_counter() - start)
+    train, evaluation = (
+        _read_blocks(folder / split, seq_length) for split in ("train", "evaluation")
+    )
+    for split, blocks in (("training", train), ("evaluation", evaluation)):
+        if len(blocks) == 0:
+            raise InputError(
+                f"The {split} part of {dataset_name} is smaller than one block of {seq_length} "
+                "tokens: give more text or a smaller --seq-length."
+            )
+    return train, evaluation
+
+
+def _rules(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return all that determines what a tokenizer makes of a text."""
+    if tokenizer.is_fast:
+        return tokenizer.backend_tokenizer.to_str()
+    return repr((type(tokenizer).__name__, sorted(tokenizer.get_vocab().items())))
+
+
+class _Encode:
+    """Turn rows of documents into (tokens [n] int32, bytes of UTF-8); runs in the workers."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
+        self.tokenizer = tokenizer
+
+    def __call__(self, rows: list[dict[str, str]]) -> tuple[torch.Tensor, int]:
+        texts = [row["text"] for row in rows if row["text"]]
+        if not texts:
+            return torch.zeros(0, dtype=torch.int32), 0
+        encoded = self.tokenizer(
+            texts,
+            add_special_tokens=False,
+            return_attention_mask=False,
+            return_token_type_ids=False,
+            verbose=False,
+        )["input_ids"]
+        eos = [self.tokenizer.eos_token_id]
+        tokens = np.concatenate([np.array(ids + eos, dtype=np.int32) for ids in encoded])
+        return torch.from_numpy(tokens), sum(len(text.encode()) for text in texts)
+
+
+def _write_blocks(
+    path: Path,
+    documents: Dataset,
+    tokenizer: PreTrainedTokenizerBase,
+    seq_length: int,
+    num_workers: int,
+) -> None:
+    """Write path.bin (uint16 or uint32, little-endian) and path.json beside it."""
+    dtype = np.dtype("<u2" if len(tokenizer) <= 2**16 else "<u4")
+    batches = DataLoader(
+        documents,
+        batch_size=DOCUMENTS_PER_BATCH,
+        collate_fn=_Encode(tokenizer),
+        num_workers=num_workers,
+    )
+    digest, n_tokens, n_bytes = hashlib.sha256(), 0, 0
+    with path.with_suffix(".bin").open("wb") as file:
+        for tokens, size in batches:
+            content = tokens.numpy().astype(dtype).tobytes()
+            file.write(content)
+            digest.update(content)
+            n_tokens, n_bytes = n_tokens + len(tokens), n_bytes + size
+    facts = {
+        "dtype": dtype.str,
+        "tokens": n_tokens,
+        "bytes": n_bytes,
+        "digest": digest.hexdigest()[:16],
+    }
+    path.with_suffix(".json").write_text(json.dumps(facts))
+
+
+def _read_blocks(path: Path, seq_length: int) -> Blocks:
+    facts = json.loads(path.with_suffix(".json").read_text())
+    n_blocks = facts["tokens"] // seq_length
+    tokens = np.zeros((0, seq_length), dtype=facts["dtype"])
+    if n_blocks:
+        tokens = np.memmap(
+            path.with_suffix(".bin"), facts["dtype"], mode="r", shape=(n_blocks, seq_length)
+        )
+    return Blocks(tokens, facts["digest"], facts["tokens"] / max(1, facts["bytes"]))

@@ -1,0 +1,139 @@
+"""Where the time, the memory and the arithmetic of a step go."""
+
+import resource
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig
+
+# Dense bf16 rates in FLOP/s, without sparsity. Sources: the vendors' data sheets, by product page:
+# https://www.nvidia.com/en-us/data-center/h200/ (H100, H200), /a100/, /l40s/, /l4/, /dgx-b200/ and
+# https://www.amd.com/en/products/accelerators/instinct.html. The longest name that fits counts.
+PEAK_FLOPS = {
+    "NVIDIA B200": 2250e12,
+    "NVIDIA H200": 989e12,
+    "NVIDIA H100": 989e12,
+    "NVIDIA H100 PCIe": 756e12,
+    "NVIDIA H100 NVL": 835e12,
+    "NVIDIA GH200": 989e12,
+    "NVIDIA A100": 312e12,
+    "NVIDIA A10": 125e12,
+    "NVIDIA A10G": 70e12,
+    "NVIDIA L40S": 362e12,
+    "NVIDIA L4": 121e12,
+    "NVIDIA GeForce RTX 4090": 165e12,
+    "NVIDIA GeForce RTX 3090": 71e12,
+    "AMD Instinct MI300X": 1307e12,
+    "AMD Instinct MI250X": 383e12,
+}
+OUTSIDE_THE_STEP = ("evaluate", "save")
+
+
+class PhaseTimers:
+    """Milliseconds per step, by phase.
+
+    On a GPU a phase is timed by two events in the stream of kernels: the host never waits inside
+    a step, and work still counts for the phase that launched it. On the CPU it is the host clock.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
+        self._spans: dict[str, list[tuple]] = {}
+        self._start = self._now()
+
+    @contextmanager
+    def __call__(self, phase: str) -> Iterator[None]:
+        """Time a block; the phases "evaluate" and "save" do not count into "time/total"."""
+        start = self._mark()
+        yield
+        self._spans.setdefault(phase, []).append((start, self._mark()))
+
+    def read(self) -> dict[str, float]:
+        """Return "time/<phase>" and "time/total" in ms per step since the last read; start anew.
+
+        There are as many steps as there were "update" phases.
+
+        The total is wall-clock time, so it also holds what no phase does. Waits for the device.
+        """
+        now = self._now()
+        total = 1000 * (now - self._start)
+        steps = len(self._spans["update"])
+        sums = {
+            phase: sum(self._elapsed_ms(*span) for span in spans)
+            for phase, spans in self._spans.items()
+        }
+        total -= sum(sums.pop(phase, 0.0) for phase in OUTSIDE_THE_STEP)
+        self._spans, self._start = {}, now
+        times = {f"time/{phase}": ms / steps for phase, ms in sums.items()}
+        return {**times, "time/total": total / steps}
+
+    def _mark(self) -> torch.cuda.Event | float:
+        if self.device.type == "cuda":
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+            return event
+        return time.perf_counter()
+
+    def _elapsed_ms(self, start, end) -> float:
+        return start.elapsed_time(end) if self.device.type == "cuda" else 1000 * (end - start)
+
+    def _now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize(self.device)
+        return time.perf_counter()
+
+
+def flops_per_token(model: nn.Module, config: PretrainedConfig, seq_length: int) -> float:
+    """Return the floating-point operations of one training step per token: 6 N + 12 L H Q T.
+
+    N parameters (the input embedding only where the output layer shares it), L layers, H heads of
+    size Q, T = seq_length; forward and backward, attention counted without the causal mask. From
+    appendix B of PaLM, https://arxiv.org/abs/2204.02311. Recomputed activations do not count.
+    """
+    n_parameters = sum(parameter.numel() for parameter in model.parameters())
+    if not config.tie_word_embeddings:
+        n_parameters -= model.get_input_embeddings().weight.numel()
+    width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    attention = 12 * config.num_hidden_layers * config.num_attention_heads * width * seq_length
+    return 6 * n_parameters + attention
+
+
+def peak_flops(device: torch.device) -> float | None:
+    """Return the device's dense bf16 rate in FLOP/s, or None where it is not known."""
+    if device.type != "cuda":
+        return None
+    name = torch.cuda.get_device_name(device)
+    fitting = [known for known in PEAK_FLOPS if name.startswith(known)]
+    return PEAK_FLOPS[max(fitting, key=len)] if fitting else None
+
+
+def throughput(
+    times: dict[str, float],
+    tokens_per_step: int,
+    world_size: int,
+    token_flops: float,
+    device: torch.device,
+) -> dict[str, float | None]:
+    """Return tokens/s of all devices and of each, and MFU, from what PhaseTimers.read returned.
+
+    MFU is the share of the device's peak rate that useful arithmetic fills (0 to 1), or None.
+    """
+    tokens_per_s = tokens_per_step / (times["time/total"] / 1000)
+    peak = peak_flops(device)
+    return {
+        "tokens_per_s": tokens_per_s,
+        "tokens_per_s_per_device": tokens_per_s / world_size,
+        "mfu": tokens_per_s / world_size * token_flops / peak if peak else None,
+    }
+
+
+def peak_memory_gib(device: torch.device) -> float:
+    """Return the most memory held so far, in GiB: by tensors on a GPU, by the process on the CPU."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device) / 2**30
+    unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss: bytes on macOS, KiB on Linux
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 2**30

@@ -1,0 +1,115 @@
+"""What a run leaves behind to be looked at: metrics.jsonl, and a run of Weights & Biases."""
+
+import json
+import os
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+from common.cli import InputError
+
+PROJECT = "one-diff-at-a-time"
+
+
+def make_run_dir(save_dir: str, experiment_name: str) -> Path:
+    """Return <save_dir>/<experiment_name>, which now exists and can be written to.
+
+    Raises InputError for a name that is no folder's or a folder that cannot be written.
+    """
+    if not experiment_name.strip(". ") or set(experiment_name) & set('/\\:;,#?%"'):
+        raise InputError(
+            f"{experiment_name!r} cannot be an experiment's name: it names a folder, so use "
+            "letters, digits, '-', '_' and '.'."
+        )
+    run_dir = Path(save_dir) / experiment_name
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        probe = run_dir / f".probe-{os.getpid()}"
+        probe.touch()
+        probe.unlink()
+    except OSError as error:
+        raise InputError(
+            f"Cannot write to {run_dir} ({error.strerror}): give another --save-dir."
+        ) from error
+    return run_dir
+
+
+class Tracker:
+    """Writes metrics.jsonl and tells wandb, on rank 0; on other ranks every call does nothing.
+
+    run_dir: the run's folder. Its name is the name and the id of the wandb run.
+    config: what wandb shall store beside the metrics (arguments, sizes).
+    step: the step that the run begins after. Lines of later steps, which a run that was killed
+        may have left, are removed: those steps are trained again.
+
+    Raises InputError if another process is training in the same folder.
+    """
+
+    def __init__(self, run_dir: Path, config: dict, step: int, rank: int = 0) -> None:
+        self.active = rank == 0
+        self._wandb = None
+        if not self.active:
+            return
+        self._lock = FileLock(run_dir / ".lock")
+        try:
+            self._lock.acquire(timeout=0)
+        except Timeout as error:
+            raise InputError(
+                f"Another process is training in {run_dir}: wait for it, or give another -e."
+            ) from error
+        path = run_dir / "metrics.jsonl"
+        _keep_steps(path, step)
+        self._file = path.open("a", encoding="utf-8")
+        if os.environ.get("WANDB_MODE") != "disabled":
+            self._wandb = _start_wandb(run_dir, config, resumed=step > 0)
+
+    def log(self, step: int, metrics: dict[str, float | None]) -> None:
+        """Add the metrics of a step: one line, on the disk before this returns."""
+        if not self.active:
+            return
+        self._file.write(json.dumps({"step": step, **metrics}) + "\n")
+        self._file.flush()
+        if self._wandb is not None:
+            self._wandb.log({key: v for key, v in metrics.items() if v is not None}, step=step)
+
+    def finish(self) -> None:
+        """Close the file and end the wandb run; a run that is killed loses neither."""
+        if not self.active:
+            return
+        self._file.close()
+        if self._wandb is not None:
+            self._wandb.finish()
+        self._lock.release()
+
+
+def _keep_steps(path: Path, last: int) -> None:
+    """Remove the lines of later steps, and one that a kill cut short, in one atomic change."""
+    kept = []
+    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+        try:
+            if json.loads(line)["step"] <= last:
+                kept.append(line + "\n")
+        except ValueError:
+            continue
+    temporary = path.with_suffix(".tmp")
+    temporary.write_text("".join(kept), encoding="utf-8")
+    temporary.replace(path)
+
+
+def _start_wandb(run_dir: Path, config: dict, resumed: bool):
+    import wandb
+
+    mode = os.environ.get("WANDB_MODE")
+    if mode is None and not wandb.login(prompt=False, verify=False):
+        mode = "offline"
+    return wandb.init(
+        project=PROJECT,
+        dir=run_dir,
+        name=run_dir.name,
+        id=run_dir.name,
+        resume="must" if resumed else "allow",
+        mode=mode,
+        config=config,
+        save_code=True,
+        settings=wandb.Settings(silent=True, console="off"),
+    )
