@@ -17,9 +17,9 @@ from transformers import AutoModelForCausalLM
 from common import cli
 from common.checkpoint import describe_training, find_checkpoint, load_checkpoint, save_checkpoint
 from common.cli import at_least
-from common.data import ResumableSampler, load_blocks, split_batch
-from common.models import check_sizes, load_config, load_pretrained, load_tokenizer
-from common.timers import PhaseTimers, flops_per_token, peak_memory_gib, throughput
+from common.data import ResumableSampler, describe_batch, load_blocks, split_batch
+from common.models import check_sizes, load_config, load_pretrained, load_tokenizer, sample_text
+from common.timers import PhaseTimers, flops_per_token
 from common.tracker import Tracker, make_run_dir
 
 logger = logging.getLogger("train_llm")
@@ -44,9 +44,7 @@ def get_args() -> argparse.Namespace:
     add("--param-dtype", default="float32", choices=["float32", "bfloat16"], help="of the weights")
     add("--compile", action="store_true", help="fuse kernels with torch.compile")
     add = parser.add_argument_group("optimize").add_argument
-    add(
-        "-b", "--batch-size", default=8, type=at_least(1), help="most sequences on a device at once"
-    )
+    add("-b", "--batch-size", default=8, type=at_least(1), help="most sequences per device at once")
     add("--global-batch-size", default=24, type=at_least(1), help="sequences per step, all devices")
     add("--lr", type=at_least(0.0), help="peak rate (if absent: 1 / model width)")
     add("--warmup-steps", default=40, type=at_least(0), help="steps of linear warm-up")
@@ -74,43 +72,32 @@ def main() -> None:
         format="[%(asctime)s] %(message)s",
         handlers=[cli.ProgressHandler()],
     )
-    # Matrix products of float32 in TF32 where the GPU has it: 3 decimal digits, float32's range.
+    # Products of float32 matrices in TF32 where a GPU has it: float32's range, 3 decimal digits.
     torch.set_float32_matmul_precision("high")
-    name = args.experiment_name or cli.new_experiment_name(args)
-    run_dir = make_run_dir(args.save_dir, name)
+    experiment_name = args.experiment_name or cli.new_experiment_name(args)
+    run_dir = make_run_dir(args.save_dir, experiment_name)
     logger.info(cli.describe_run(args, device))
-    logger.info(f"run folder: {run_dir}; to go on after a stop: {cli.resume_command(name)}")
+    logger.info(f"the run's folder is {run_dir}; {cli.how_to_go_on(experiment_name)}")
 
     # --- model ---
     config = load_config(args.model_name)
     tokenizer = load_tokenizer(args.tokenizer_name or args.model_name)
     seq_length = check_sizes(config, tokenizer, args.seq_length)
+    # Drawn on the CPU in float32, so that every kind of device starts from the same weights.
     torch.manual_seed(args.seed)
-    # On the CPU and in float32, whatever comes later: every device starts from the same weights.
     if args.pretrained:
         model = load_pretrained(args.model_name, config)
     else:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    model.to(device=device, dtype=getattr(torch, args.param_dtype))
+    for parameter in model.parameters():  # not the buffers: rotary tables need float32
+        parameter.data = parameter.data.to(getattr(torch, args.param_dtype))
+    model.to(device)
     if args.compile:
-        model.compile()  # in place: the parameters keep their names
+        model.compile()  # in place: a wrapper would rename the parameters
 
     # --- data ---
-    train_data, eval_data = load_blocks(
-        args.dataset_name,
-        args.dataset_subset,
-        args.text_column,
-        tokenizer,
-        seq_length,
-        args.num_workers,
-    )
-    share = args.global_batch_size // world_size
-    micro_batch_size, accumulation = split_batch(
-        args.global_batch_size, world_size, args.batch_size
-    )
-    steps_per_epoch = len(train_data) // args.global_batch_size
-    total_steps = args.max_steps or max(1, round(args.num_epochs * steps_per_epoch))
-    tokens_per_step = args.global_batch_size * seq_length
+    train_data, eval_data = load_blocks(args, tokenizer, seq_length)
+    micro_batch_size, accumulation = split_batch(args, world_size, len(train_data))
     sampler = ResumableSampler(
         train_data,
         num_replicas=world_size,
@@ -124,19 +111,22 @@ def main() -> None:
         drop_last=True,
         num_workers=args.num_workers,
         pin_memory=device.type == "cuda",
-        # Its own generator: it draws a seed at every start, which a resumed run does once more.
+        # Its own: every start of an epoch draws from it, and a resumed run starts once more.
         generator=torch.Generator(),
     )
-    # Every batch of the same shape, so that a compiled model is not compiled again for the last.
+    # Batches of one shape: a compiled model would be compiled again for a smaller last one.
     eval_data = eval_data.pad_to_multiple(micro_batch_size * world_size)
     eval_dataloader = DataLoader(
         eval_data,
         batch_size=micro_batch_size,
         generator=torch.Generator(),
     )
+    steps_per_epoch = len(train_data) // args.global_batch_size
+    total_steps = args.max_steps or max(1, round(args.num_epochs * steps_per_epoch))
+    tokens_per_step = args.global_batch_size * seq_length
 
     # --- optimizer ---
-    # The best rate falls with the width of a model, roughly as its inverse.
+    # The best rate falls with the width of the model, roughly as its inverse.
     lr = args.lr if args.lr is not None else 1 / config.hidden_size
     optimizer = torch.optim.AdamW(
         model.parameters(),
@@ -147,52 +137,37 @@ def main() -> None:
     )
 
     def lr_factor(step: int) -> float:
-        # A function of the step alone, so a resumed run cannot leave the schedule.
+        # A function of the step alone: a resumed run cannot leave the schedule.
         if step < args.warmup_steps:
             return (step + 1) / args.warmup_steps
-        progress = (step - args.warmup_steps) / max(1, total_steps - args.warmup_steps)
-        return 0.1 + 0.9 * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+        progress = (step - args.warmup_steps) / max(1, total_steps - 1 - args.warmup_steps)
+        return 0.1 + 0.9 * (1 + math.cos(math.pi * min(1.0, progress))) / 2
 
     lr_scheduler = LambdaLR(optimizer, lr_factor)
 
     # --- resume ---
-    training = describe_training(
-        model,
-        dataset=train_data.digest,
-        seq_length=seq_length,
-        seed=args.seed,
-        param_dtype=args.param_dtype,
-        global_batch_size=args.global_batch_size,
-        lr=lr,
-        warmup_steps=args.warmup_steps,
-        weight_decay=args.weight_decay,
-        max_grad_norm=args.max_grad_norm,
-        total_steps=total_steps,
-    )
     state = {"step": 0, "logged_step": 0, "running_loss": torch.zeros((), device=device)}
-    record = find_checkpoint(run_dir, training)
-    if record is not None:
-        load_checkpoint(run_dir, record, model, optimizer, lr_scheduler, state)
-        logger.info(f"resumed from step {state['step']} of {total_steps}")
+    training = describe_training(args, model, train_data, seq_length, lr, total_steps)
+    checkpoint = find_checkpoint(run_dir, training)
+    if checkpoint is not None:
+        load_checkpoint(checkpoint, model, optimizer, lr_scheduler, state)
+        logger.info(f"resumed after step {state['step']} of {total_steps}")
     if state["step"] == total_steps:
         logger.info(f"this run is complete: all of its {total_steps} steps are done")
         return
 
     # --- train ---
-    print(
-        f"{micro_batch_size} sequences x {world_size} device x {accumulation} micro-batches"
-        f" = {args.global_batch_size} sequences = {tokens_per_step} tokens per step"
-    )
-    token_flops = flops_per_token(model, config, seq_length)
+    logger.info(describe_batch(micro_batch_size, world_size, accumulation, seq_length))
     tracker = Tracker(run_dir, {**vars(args), **training}, state["step"], rank)
     progress_bar = tqdm.tqdm(total=total_steps, initial=state["step"], unit="step", disable=None)
+    token_flops = flops_per_token(model, config, seq_length)
     timers = PhaseTimers(device)
     batches = None
     model.train()
     while state["step"] < total_steps:
         epoch, epoch_step = divmod(state["step"], steps_per_epoch)
         if batches is None or epoch_step == 0:
-            sampler.set_epoch(epoch, start=epoch_step * share)
+            sampler.set_epoch(epoch, start=epoch_step * micro_batch_size * accumulation)
             batches = iter(dataloader)
 
         for _ in range(accumulation):
@@ -200,71 +175,60 @@ def main() -> None:
                 batch = next(batches)
                 batch = {key: t.to(device, non_blocking=True) for key, t in batch.items()}
             with timers("forward"):
-                # Gradients add up over the micro-batches: each counts as its part of the mean.
+                # Each micro-batch is its part of the mean over the global batch.
                 loss = model(**batch).loss / accumulation
             with timers("backward"):
-                loss.backward()
-            state["running_loss"] += loss.detach()  # on the device: .item() would wait for it
+                loss.backward()  # adds to the gradients of the micro-batches before
+            state["running_loss"] += loss.detach()  # stays on the device: .item() would wait for it
 
         with timers("update"):
             grad_norm = nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
             optimizer.step()
+            step_lr = lr_scheduler.get_last_lr()[0]
             lr_scheduler.step()
             optimizer.zero_grad(set_to_none=True)
         state["step"] += 1
         progress_bar.update()
 
         last = state["step"] == total_steps
-        metrics = {}
+        metrics = {"step": state["step"]}
         if state["step"] % args.log_freq == 0 or last:
-            times = timers.read()
             metrics |= {
                 "epoch": epoch,
                 "epoch_progress": (epoch_step + 1) / steps_per_epoch,
-                "batches_left": total_steps - state["step"],
+                "batches_left": steps_per_epoch - epoch_step - 1,
                 "loss": state["running_loss"].item() / (state["step"] - state["logged_step"]),
-                "lr": lr_scheduler.get_last_lr()[0],
+                "lr": step_lr,
                 "grad_norm": grad_norm.item(),
-                **throughput(times, tokens_per_step, world_size, token_flops, device),
-                "peak_mem_gib": peak_memory_gib(device),
-                **times,
+                **timers.read(tokens_per_step, world_size, token_flops),
             }
-            state["running_loss"].zero_()
             state["logged_step"] = state["step"]
+            state["running_loss"].zero_()
         if state["step"] % args.eval_freq == 0 or last:
             with timers("evaluate"):
-                metrics |= evaluate(model, eval_dataloader, eval_data.tokens_per_byte, device)
-        if metrics:
+                metrics |= evaluate(model, eval_dataloader, eval_data.tokens_per_byte)
+        if len(metrics) > 1:
             tracker.log(state["step"], metrics)
-            logger.info(cli.format_metrics(state["step"], total_steps, metrics))
+            cli.show_metrics(logger, progress_bar, metrics)
         if state["step"] % args.ckpt_freq == 0 or last:
             with timers("save"):
                 save_checkpoint(
-                    run_dir,
-                    model,
-                    optimizer,
-                    lr_scheduler,
-                    state,
-                    training,
-                    keep=args.keep_checkpoints,
+                    run_dir, model, optimizer, lr_scheduler, state, training, args.keep_checkpoints
                 )
     progress_bar.close()
     tracker.finish()
+    text = sample_text(model, tokenizer, seq_length, args.seed)
+    logger.info(cli.describe_end(run_dir, metrics, text))
 
 
 @torch.no_grad()
-def evaluate(
-    model: nn.Module,
-    dataloader: DataLoader,
-    tokens_per_byte: float,
-    device: torch.device,
-) -> dict[str, float]:
-    """Return loss (nats per token), perplexity and bits per byte; every token counts once."""
+def evaluate(model: nn.Module, dataloader: DataLoader, tokens_per_byte: float) -> dict[str, float]:
+    """Return the mean loss in nats per token, perplexity and bits per byte; counts tokens once."""
     model.eval()
-    total = torch.zeros(2, dtype=torch.float64, device=device)  # summed loss, number of labels
+    total = torch.zeros(2, dtype=torch.float64, device=model.device)  # sum of losses, of tokens
     for batch in dataloader:
-        batch = {key: t.to(device, non_blocking=True) for key, t in batch.items()}
-        # With num_items_in_batch the loss is a sum over it, so 1 gives the sum itself.
+        batch = {key: t.to(model.device, non_blocking=True) for key, t in batch.items()}
+        # The model divides the sum of its losses by num_items_in_batch.
         loss_sum = model(**batch, num_items_in_batch=1).loss
         total += torch.stack((loss_sum, (batch["labels"][:, 1:] != -100).sum()))
     model.train()

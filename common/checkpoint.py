@@ -1,5 +1,6 @@
 """Checkpoints that every chapter can save and any other can load, on any number of ranks."""
 
+import argparse
 import json
 import os
 import random
@@ -20,23 +21,47 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from common.cli import InputError
+from common.data import Blocks
 
 FORMAT = 1
+# With another value of one of these the rest of a run would not be the same training.
+FIXED_ARGUMENTS = (
+    "seed",
+    "param_dtype",
+    "global_batch_size",
+    "warmup_steps",
+    "weight_decay",
+    "max_grad_norm",
+)
 
 
-def describe_training(model: nn.Module, **facts: object) -> dict[str, object]:
-    """Return what must stay as it is while a run goes on, as JSON values.
+def describe_training(
+    args: argparse.Namespace,
+    model: nn.Module,
+    train_data: Blocks,
+    seq_length: int,
+    lr: float,
+    total_steps: int,
+) -> dict[str, object]:
+    """Return all that must stay as it is while a run goes on, by the names of the arguments.
 
-    facts: a value for each argument that determines the losses, by its flag's name; the model is
-    added by the names and shapes of its parameters, which the chapters' wrappers do not change.
+    Values are JSON. The model counts by the names and shapes of its parameters, which no wrapper of
+    a later chapter changes; the data set by its tokens.
     """
     shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
     digest = xxhash.xxh3_64_hexdigest(json.dumps(shapes, sort_keys=True).encode())
-    return {"model": f"{model.config.model_type} {digest}", **facts}
+    return {
+        "model": f"{model.config.model_type}-{digest}",
+        "dataset": train_data.digest,
+        "seq_length": seq_length,
+        "lr": lr,
+        "total_steps": total_steps,
+        **{name: getattr(args, name) for name in FIXED_ARGUMENTS},
+    }
 
 
-def find_checkpoint(run_dir: Path, training: dict[str, object]) -> dict | None:
-    """Return the record of the newest complete checkpoint of a run, or None for a new run.
+def find_checkpoint(run_dir: Path, training: dict[str, object]) -> Path | None:
+    """Return the folder of the newest complete checkpoint of a run, or None for a new run.
 
     Raises InputError if the run was started with another `training`, or its checkpoint is
     damaged. Nothing is loaded yet.
@@ -70,7 +95,7 @@ def find_checkpoint(run_dir: Path, training: dict[str, object]) -> dict | None:
                 f"The checkpoint file {run_dir / record['path'] / name} is damaged: "
                 f"{older if len(present) > 1 else ''}start anew with another -e."
             )
-    return record
+    return run_dir / record["path"]
 
 
 def save_checkpoint(
@@ -153,8 +178,7 @@ def _commit(
 
 
 def load_checkpoint(
-    run_dir: Path,
-    record: dict,
+    checkpoint: Path,
     model: nn.Module,
     optimizer: Optimizer,
     lr_scheduler: LRScheduler,
@@ -176,14 +200,12 @@ def load_checkpoint(
     try:
         dcp.load(
             content,
-            checkpoint_id=run_dir / record["path"],
+            checkpoint_id=checkpoint,
             planner=DefaultLoadPlanner(allow_partial_load=True),
             no_dist=world_size == 1,
         )
     except (CheckpointException, OSError) as error:
-        raise InputError(
-            f"The checkpoint {run_dir / record['path']} cannot be read: {_cause(error)}."
-        ) from error
+        raise InputError(f"The checkpoint {checkpoint} cannot be read: {_cause(error)}.") from error
     set_state_dict(
         model,
         optimizer,

@@ -5,6 +5,7 @@ import errno
 import logging
 import os
 import platform
+import re
 import shlex
 import sys
 import time
@@ -17,12 +18,15 @@ import tqdm
 import transformers
 
 # Only these are ever logged: an environment also holds tokens and passwords.
-LOGGED_ENVIRONMENT = (
-    "CUDA_VISIBLE_DEVICES HF_HOME HF_HUB_OFFLINE LOCAL_RANK LOCAL_WORLD_SIZE MASTER_ADDR "
-    "MASTER_PORT NCCL_DEBUG NCCL_IB_DISABLE NCCL_P2P_DISABLE NCCL_SOCKET_IFNAME OMP_NUM_THREADS "
-    "PYTORCH_ALLOC_CONF PYTORCH_CUDA_ALLOC_CONF RANK SLURM_JOB_ID SLURM_NNODES SLURM_PROCID "
-    "SLURM_RESTART_COUNT TORCH_DISTRIBUTED_DEBUG WANDB_MODE WORLD_SIZE"
-).split()
+LOGGED_ENVIRONMENT = re.compile(
+    r"(CUDA_VISIBLE_DEVICES|HF_HOME|HF_HUB_OFFLINE|OMP_NUM_THREADS|PYTORCH_(CUDA_)?ALLOC_CONF"
+    r"|MASTER_(ADDR|PORT)|(LOCAL_|GROUP_)?RANK|(LOCAL_)?WORLD_SIZE|SLURM_(JOB_ID|NNODES|PROCID)"
+    r"|SLURM_RESTART_COUNT|NCCL_(DEBUG|IB_DISABLE|P2P_DISABLE|SOCKET_IFNAME)"
+    r"|TORCH_DISTRIBUTED_DEBUG|WANDB_MODE)"
+)
+
+# Set when the run has a name, for a run that is interrupted.
+_how_to_go_on = "nothing was started."
 
 
 class InputError(Exception):
@@ -73,7 +77,7 @@ def run(main: Callable[[], None]) -> NoReturn:
     except InputError as error:
         _leave(str(error), status=2)
     except KeyboardInterrupt:
-        _leave("Interrupted: the command shown at the start goes on from the last checkpoint.", 130)
+        _leave(f"Interrupted; {_how_to_go_on}", 130)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG):
             raise
@@ -104,15 +108,17 @@ def new_experiment_name(args: argparse.Namespace) -> str:
     return "-".join(parts)
 
 
-def resume_command(experiment_name: str) -> str:
-    """Return the command line of this process, with the experiment's name, as one can type it."""
+def how_to_go_on(experiment_name: str) -> str:
+    """Return the sentence that says with which command the run goes on, as one can type it."""
+    global _how_to_go_on
+    words = list(sys.argv)
+    if not {"-e", "--experiment-name"} & {word.split("=")[0] for word in words}:
+        words += ["-e", experiment_name]
     python = Path(sys.executable)
-    if python.is_relative_to(Path.cwd()):
-        python = python.relative_to(Path.cwd())
-    command = [str(python), *sys.argv]
-    if not {"-e", "--experiment-name"} & {word.split("=")[0] for word in sys.argv}:
-        command += ["-e", experiment_name]
-    return shlex.join(command)
+    here = python.is_relative_to(Path.cwd())
+    words.insert(0, str(python.relative_to(Path.cwd()) if here else python))
+    _how_to_go_on = f"to go on with it after a stop: {shlex.join(words)}"
+    return _how_to_go_on
 
 
 def describe_run(args: argparse.Namespace, device: torch.device) -> str:
@@ -123,22 +129,34 @@ def describe_run(args: argparse.Namespace, device: torch.device) -> str:
         f"transformers {transformers.__version__}, {device.type} ({name}), "
         f"{torch.get_num_threads()} threads"
     )
-    environment = {key: os.environ[key] for key in LOGGED_ENVIRONMENT if key in os.environ}
+    environment = {k: v for k, v in sorted(os.environ.items()) if LOGGED_ENVIRONMENT.fullmatch(k)}
     return f"arguments: {vars(args)}\nversions: {versions}\nenvironment: {environment}"
 
 
-def format_metrics(step: int, total_steps: int, metrics: dict[str, float | None]) -> str:
-    """Return a log line: the step, and what a reader wants to see of its metrics."""
+def show_metrics(logger: logging.Logger, bar: tqdm.tqdm, metrics: dict[str, float | None]) -> None:
+    """Log what a reader wants to see of a step's metrics, and put it beside the progress bar."""
     formats = {
         "loss": "loss {:.4f}",
         "lr": "lr {:.2e}",
         "grad_norm": "grad norm {:.2f}",
         "tokens_per_s": "{:,.0f} tokens/s",
         "mfu": "MFU {:.1%}",
-        "time/total": "{:.0f} ms",
         "eval_loss": "eval loss {:.4f}",
         "perplexity": "perplexity {:.2f}",
         "bits_per_byte": "{:.3f} bits/byte",
     }
-    parts = [f.format(metrics[key]) for key, f in formats.items() if metrics.get(key) is not None]
-    return " | ".join([f"step {step}/{total_steps}", *parts])
+    shown = {
+        key: f.format(metrics[key]) for key, f in formats.items() if metrics.get(key) is not None
+    }
+    logger.info(" | ".join([f"step {metrics['step']}/{bar.total}", *shown.values()]))
+    bar.set_postfix_str(", ".join(shown[key] for key in ("loss", "tokens_per_s") if key in shown))
+
+
+def describe_end(run_dir: Path, metrics: dict[str, float], text: str) -> str:
+    """Return the lines that end a run: evaluation, sample, folder, and the command to go on."""
+    return (
+        f"a sample of the model:\n\n{text}\n\n"
+        f"evaluation: loss {metrics['eval_loss']:.4f}, perplexity {metrics['perplexity']:.2f}, "
+        f"{metrics['bits_per_byte']:.3f} bits per byte\n"
+        f"the run's folder: {run_dir}\n{_how_to_go_on}"
+    )

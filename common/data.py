@@ -1,9 +1,9 @@
 """Text -> packed blocks of tokens, in an order that does not depend on the number of processes."""
 
+import argparse
 import hashlib
 import json
 import logging
-import os
 import shutil
 import time
 from collections.abc import Iterator
@@ -77,41 +77,55 @@ class ResumableSampler(DistributedSampler):
         return islice(super().__iter__(), self.start, None)
 
 
-def split_batch(global_batch_size: int, world_size: int, batch_size: int) -> tuple[int, int]:
+def split_batch(args: argparse.Namespace, world_size: int, n_blocks: int) -> tuple[int, int]:
     """Return (sequences per device and micro-batch, micro-batches per step).
 
-    The micro-batch is the largest divisor of a rank's share that is not above batch_size, so that
-    every step has exactly global_batch_size sequences. Raises InputError if the ranks cannot
-    share them evenly.
+    The micro-batch is the largest divisor of a rank's share of args.global_batch_size that is not
+    above args.batch_size, so that every step has exactly the global batch. Raises InputError if
+    the ranks cannot share it evenly, or the n_blocks of training data are less than one step's.
     """
+    global_batch_size, batch_size = args.global_batch_size, args.batch_size
     share, rest = divmod(global_batch_size, world_size)
     if rest:
         raise InputError(
-            f"{world_size} devices cannot share --global-batch-size {global_batch_size}: "
+            f"{world_size} devices cannot share --global-batch-size {global_batch_size} evenly: "
             f"give a multiple of {world_size}."
+        )
+    if n_blocks < global_batch_size:
+        raise InputError(
+            f"The training data is only {n_blocks} sequences, less than --global-batch-size "
+            f"{global_batch_size}: give more text, or fewer or shorter sequences."
         )
     micro_batch_size = max(n for n in range(1, min(share, batch_size) + 1) if share % n == 0)
     return micro_batch_size, share // micro_batch_size
 
 
+def describe_batch(
+    micro_batch_size: int, world_size: int, accumulation: int, seq_length: int
+) -> str:
+    """Return the arithmetic of a step's batch in words."""
+    sequences = micro_batch_size * world_size * accumulation
+    devices = "device" if world_size == 1 else "devices"
+    micro_batches = "micro-batch" if accumulation == 1 else "micro-batches"
+    return (
+        f"{micro_batch_size} sequences x {world_size} {devices} x {accumulation} {micro_batches} "
+        f"= {sequences} sequences = {sequences * seq_length} tokens per step"
+    )
+
+
 def load_blocks(
-    dataset_name: str,
-    subset: str | None,
-    text_column: str | None,
-    tokenizer: PreTrainedTokenizerBase,
-    seq_length: int,
-    num_workers: int = 0,
+    args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, seq_length: int
 ) -> tuple[Blocks, Blocks]:
-    """Return the training and the evaluation blocks of a data set.
+    """Return the training and the evaluation blocks of args.dataset_name.
 
     The documents are tokenized in order, each followed by the end-of-text token, put end to end
     and cut into blocks of seq_length tokens; the rest of less than a block is dropped. The result
-    is the same for every num_workers, is kept below HF_HOME, and is mapped from there. Processes
+    is the same for every args.num_workers, is kept below HF_HOME, and is mapped from there. Processes
     that ask for the same blocks at the same time wait for the first of them.
 
     Raises InputError for an unknown data set or column, and for a corpus of less than one block.
     """
-    source = find_source(dataset_name, subset, text_column)
+    source = find_source(args.dataset_name, args.dataset_subset, args.text_column)
     encoding = hashlib.sha256(
         repr((tokenizer.eos_token_id, _rules(tokenizer))).encode()
     ).hexdigest()
@@ -126,16 +140,15 @@ def load_blocks(
             shutil.rmtree(unfinished, ignore_errors=True)
             unfinished.mkdir()
             for split, documents in zip(("train", "evaluation"), source.load(), strict=True):
-                _write_blocks(unfinished / split, documents, tokenizer, seq_length, num_workers)
-            os.replace(unfinished, folder)
-            logger.info("tokenized %s in %.1f s", dataset_name, time.perf_counter() - start)
-    train, evaluation = (
-        _read_blocks(folder / split, seq_length) for split in ("train", "evaluation")
-    )
+                _write_blocks(unfinished / split, documents, tokenizer, args.num_workers)
+            unfinished.replace(folder)
+            logger.info("tokenized %s in %.1f s", args.dataset_name, time.perf_counter() - start)
+    train = _read_blocks(folder / "train", seq_length)
+    evaluation = _read_blocks(folder / "evaluation", seq_length)
     for split, blocks in (("training", train), ("evaluation", evaluation)):
         if len(blocks) == 0:
             raise InputError(
-                f"The {split} part of {dataset_name} is smaller than one block of {seq_length} "
+                f"The {split} part of {args.dataset_name} is smaller than one block of {seq_length} "
                 "tokens: give more text or a smaller --seq-length."
             )
     return train, evaluation
@@ -174,7 +187,6 @@ def _write_blocks(
     path: Path,
     documents: Dataset,
     tokenizer: PreTrainedTokenizerBase,
-    seq_length: int,
     num_workers: int,
 ) -> None:
     """Write path.bin (uint16 or uint32, little-endian) and path.json beside it."""

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import huggingface_hub
 import torch
+import transformers
 from huggingface_hub import constants
 from transformers import (
     AutoConfig,
@@ -17,6 +18,8 @@ from transformers import (
 )
 
 from common.cli import InputError
+
+transformers.logging.set_verbosity_error()  # its warnings are about settings this guide chose
 
 PRESETS = Path(__file__).parent / "presets"
 PRESET_NAMES = tuple(sorted(path.parent.name for path in PRESETS.glob("*/config.json")))
@@ -43,8 +46,8 @@ def not_found(kind: str, name: str, presets: tuple[str, ...], cause: Exception) 
     text = f"The {kind} {name!r} is neither a preset ({', '.join(presets)}) nor a local path"
     if not hub_is_reachable():
         return InputError(
-            f"{text}, it is not in the cache, and the hub ({constants.ENDPOINT}) cannot be reached; "
-            f"{WORKS_OFFLINE}."
+            f"{text}, it is not in the cache, and the hub ({constants.ENDPOINT}) cannot be "
+            f"reached; {WORKS_OFFLINE}."
         )
     return InputError(f"{text}, and the hub does not give it: {_first_line(cause)}")
 
@@ -125,7 +128,7 @@ def check_sizes(
     positions = getattr(config, "max_position_embeddings", None) or seq_length or 1024
     if seq_length is not None and seq_length > positions:
         raise InputError(
-            f"The model has {positions} positions: --seq-length {seq_length} must not be above that."
+            f"The model has {positions} positions: --seq-length {seq_length} is more than that."
         )
     if len(tokenizer) > config.vocab_size:
         raise InputError(
@@ -133,6 +136,27 @@ def check_sizes(
             "embeddings: give the model's own with --tokenizer-name."
         )
     return seq_length or min(positions, 1024)
+
+
+@torch.no_grad()
+def sample_text(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, length: int, seed: int
+) -> str:
+    """Return a text of at most `length` tokens that the model begins after an end-of-text token."""
+    torch.manual_seed(seed)
+    prompt = torch.tensor([[tokenizer.eos_token_id]], device=model.device)
+    with torch.compiler.set_stance("force_eager"):  # every length would be compiled anew
+        tokens = model.generate(
+            prompt,
+            attention_mask=torch.ones_like(prompt),
+            max_length=min(length, 256),
+            do_sample=True,
+            temperature=0.8,
+            top_k=50,
+            use_cache=True,
+            pad_token_id=tokenizer.eos_token_id,
+        )
+    return tokenizer.decode(tokens[0], skip_special_tokens=True)
 
 
 def _first_line(error: Exception) -> str:

@@ -52,24 +52,36 @@ class PhaseTimers:
         yield
         self._spans.setdefault(phase, []).append((start, self._mark()))
 
-    def read(self) -> dict[str, float]:
-        """Return "time/<phase>" and "time/total" in ms per step since the last read; start anew.
+    def read(
+        self, tokens_per_step: int, world_size: int, token_flops: float
+    ) -> dict[str, float | None]:
+        """Return what the steps since the last read took, and start anew. Waits for the device.
 
-        There are as many steps as there were "update" phases.
-
-        The total is wall-clock time, so it also holds what no phase does. Waits for the device.
+        "time/<phase>" and "time/total": ms per step; the total is wall-clock time, so it also
+        holds what no phase does. There are as many steps as "update" phases.
+        "tokens_per_s": over all devices, and "tokens_per_s_per_device".
+        "mfu": the share of the device's peak rate that useful arithmetic fills, or None.
+        "peak_mem_gib": most memory held so far, by tensors on a GPU, by the process on the CPU.
         """
         now = self._now()
-        total = 1000 * (now - self._start)
-        steps = len(self._spans["update"])
         sums = {
             phase: sum(self._elapsed_ms(*span) for span in spans)
             for phase, spans in self._spans.items()
         }
+        steps = len(self._spans["update"])
+        total = 1000 * (now - self._start)
         total -= sum(sums.pop(phase, 0.0) for phase in OUTSIDE_THE_STEP)
         self._spans, self._start = {}, now
-        times = {f"time/{phase}": ms / steps for phase, ms in sums.items()}
-        return {**times, "time/total": total / steps}
+        tokens_per_s = tokens_per_step * steps / (total / 1000)
+        peak = peak_flops(self.device)
+        return {
+            "tokens_per_s": tokens_per_s,
+            "tokens_per_s_per_device": tokens_per_s / world_size,
+            "mfu": tokens_per_s / world_size * token_flops / peak if peak else None,
+            "peak_mem_gib": peak_memory_gib(self.device),
+            **{f"time/{phase}": ms / steps for phase, ms in sums.items()},
+            "time/total": total / steps,
+        }
 
     def _mark(self) -> torch.cuda.Event | float:
         if self.device.type == "cuda":
@@ -111,28 +123,8 @@ def peak_flops(device: torch.device) -> float | None:
     return PEAK_FLOPS[max(fitting, key=len)] if fitting else None
 
 
-def throughput(
-    times: dict[str, float],
-    tokens_per_step: int,
-    world_size: int,
-    token_flops: float,
-    device: torch.device,
-) -> dict[str, float | None]:
-    """Return tokens/s of all devices and of each, and MFU, from what PhaseTimers.read returned.
-
-    MFU is the share of the device's peak rate that useful arithmetic fills (0 to 1), or None.
-    """
-    tokens_per_s = tokens_per_step / (times["time/total"] / 1000)
-    peak = peak_flops(device)
-    return {
-        "tokens_per_s": tokens_per_s,
-        "tokens_per_s_per_device": tokens_per_s / world_size,
-        "mfu": tokens_per_s / world_size * token_flops / peak if peak else None,
-    }
-
-
 def peak_memory_gib(device: torch.device) -> float:
-    """Return the most memory held so far, in GiB: by tensors on a GPU, by the process on the CPU."""
+    """Return the most memory held so far, in GiB."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss: bytes on macOS, KiB on Linux

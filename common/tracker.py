@@ -64,7 +64,7 @@ class Tracker:
             self._wandb = _start_wandb(run_dir, config, resumed=step > 0)
 
     def log(self, step: int, metrics: dict[str, float | None]) -> None:
-        """Add the metrics of a step: one line, on the disk before this returns."""
+        """Add the metrics of a step, one line; a kill of the process no longer loses it."""
         if not self.active:
             return
         self._file.write(json.dumps({"step": step, **metrics}) + "\n")

@@ -1,0 +1,68 @@
+"""Every test is offline and leaves nothing behind: caches and runs go to temporary folders."""
+
+import os
+import tempfile
+
+# Before any library that reads it is imported.
+_cache = tempfile.TemporaryDirectory(prefix="test-cache-")
+os.environ["HF_HOME"] = _cache.name
+os.environ["WANDB_MODE"] = "disabled"
+
+import importlib.util  # noqa: E402
+import json  # noqa: E402
+import subprocess  # noqa: E402
+import sys  # noqa: E402
+from pathlib import Path  # noqa: E402
+
+import pytest  # noqa: E402
+import torch  # noqa: E402
+
+ROOT = Path(__file__).parents[1]
+CHAPTERS = sorted(path.parent.name for path in ROOT.glob("[0-9][0-9]-*/train_llm.py"))
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Skip what this machine lacks, and say what it is."""
+    gpus = torch.cuda.device_count()
+    for item in items:
+        if item.get_closest_marker("gpu") and gpus < 1:
+            item.add_marker(pytest.mark.skip(reason="needs a GPU"))
+        if item.get_closest_marker("multi_gpu") and gpus < 2:
+            item.add_marker(pytest.mark.skip(reason="needs two GPUs"))
+
+
+def load_script(path: Path):
+    """Import a script by its path, anew each time."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def read_metrics(run_dir: Path) -> list[dict]:
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def run_script(*args: object, timeout: float = 300, **env: str) -> subprocess.CompletedProcess:
+    """Run `python ARGS` from the repository's root, as a reader does."""
+    return subprocess.run(
+        [sys.executable, *map(str, args)],
+        cwd=ROOT,
+        env={**os.environ, **env},
+        capture_output=True,
+        text=True,
+        timeout=timeout,
+    )
+
+
+@pytest.fixture
+def train(tmp_path, monkeypatch):
+    """Return a function that runs chapter 1 in this process and returns the metrics it wrote."""
+
+    def run(*args: object, name: str = "run", chapter: str = "01-single-gpu") -> list[dict]:
+        argv = ["train_llm.py", *args, "--save-dir", tmp_path, "-e", name]
+        monkeypatch.setattr(sys, "argv", [str(arg) for arg in argv])
+        load_script(ROOT / chapter / "train_llm.py").main()
+        return read_metrics(tmp_path / name)
+
+    return run

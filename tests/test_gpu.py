@@ -1,0 +1,93 @@
+"""What only a GPU can show. Each test says so in the skip line where there is none."""
+
+import pytest
+import torch
+from conftest import read_metrics, run_script
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+SCRIPT = "01-single-gpu/train_llm.py"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "args",
+    [
+        (),
+        ("-m", "llama-tiny"),
+        ("-m", "gpt2", "-s", 128, "-b", 4, "--global-batch-size", 8, "--lr", 3e-4),
+    ],
+    ids=["defaults", "llama-tiny", "gpt2-124m"],
+)
+def test_first_20_losses_agree_with_the_cpu(tmp_path, args):
+    losses = {}
+    for device, visible in (("gpu", "0"), ("cpu", "")):
+        done = run_script(
+            *(SCRIPT, *args, "--save-dir", tmp_path, "-e", device),
+            *("--max-steps", 20, "--log-freq", 1, "--eval-freq", 100),
+            CUDA_VISIBLE_DEVICES=visible,
+        )
+        assert done.returncode == 0, done.stderr
+        metrics = read_metrics(tmp_path / device)
+        assert (metrics[0]["mfu"] is None) == (device == "cpu")
+        losses[device] = [line["loss"] for line in metrics]
+    assert losses["gpu"] == pytest.approx(losses["cpu"], rel=1e-3)
+    assert losses["gpu"][-1] < losses["gpu"][0] - 0.5
+
+
+@pytest.mark.gpu
+def test_no_step_waits_for_the_gpu(train):
+    """Between two log lines nothing synchronises; PyTorch raises an error if anything does."""
+    steps = 0
+
+    def forbid_waiting(*_: object) -> None:
+        nonlocal steps
+        steps += 1
+        torch.cuda.set_sync_debug_mode("error" if 3 <= steps < 18 else "default")
+
+    handle = register_optimizer_step_post_hook(forbid_waiting)
+    try:
+        train("--max-steps", 20, "--log-freq", 20, "--ckpt-freq", 20)
+    finally:
+        handle.remove()
+        torch.cuda.set_sync_debug_mode("default")
+    assert steps == 20
+
+
+@pytest.mark.gpu
+def test_the_check_for_waiting_catches_an_item_call(train, monkeypatch):
+    original = torch.nn.utils.clip_grad_norm_
+
+    def clip_and_wait(*args: object) -> torch.Tensor:
+        norm = original(*args)
+        norm.item()
+        return norm
+
+    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", clip_and_wait)
+    with pytest.raises(RuntimeError, match="synchroniz"):
+        test_no_step_waits_for_the_gpu(train)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_compiled_model_resumes_on_a_gpu(train, tmp_path, dtype):
+    common = (
+        "--max-steps",
+        12,
+        "--log-freq",
+        1,
+        "--ckpt-freq",
+        6,
+        "--param-dtype",
+        dtype,
+        "--compile",
+    )
+    straight = train(*common, name="straight")
+    train(*common, name="resumed")
+    # Back to the checkpoint of step 6: without the newer one the run goes on from there.
+    newest = tmp_path / "resumed/checkpoints/step-00000012"
+    newest.rename(tmp_path / "newest")
+    resumed = train(*common, name="resumed")
+    assert [line["step"] for line in resumed] == list(range(1, 13))
+    rel = 1e-5 if dtype == "float32" else 1e-2
+    for key in ("loss", "lr"):
+        assert [m[key] for m in resumed] == pytest.approx([m[key] for m in straight], rel=rel)
