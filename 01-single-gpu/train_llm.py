@@ -14,11 +14,11 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
-from common import cli
-from common.checkpoint import describe_training, find_checkpoint, load_checkpoint, save_checkpoint
+from common import cli, models
+from common.checkpoint import load_checkpoint, save_checkpoint
 from common.cli import at_least
 from common.data import ResumableSampler, describe_batch, load_blocks, split_batch
-from common.models import check_sizes, load_config, load_pretrained, load_tokenizer, sample_text
+from common.record import describe_training, find_checkpoint
 from common.timers import PhaseTimers, flops_per_token
 from common.tracker import Tracker, make_run_dir
 
@@ -80,15 +80,19 @@ def main() -> None:
     logger.info(f"the run's folder is {run_dir}; {cli.how_to_go_on(experiment_name)}")
 
     # --- model ---
-    config = load_config(args.model_name)
-    tokenizer = load_tokenizer(args.tokenizer_name or args.model_name)
-    seq_length = check_sizes(config, tokenizer, args.seq_length)
+    config = models.load_config(args.model_name)
+    tokenizer = models.load_tokenizer(args.tokenizer_name or args.model_name)
+    seq_length = models.check_sizes(config, tokenizer, args.seq_length)
     # Drawn on the CPU in float32, so that every kind of device starts from the same weights.
     torch.manual_seed(args.seed)
     if args.pretrained:
-        model = load_pretrained(args.model_name, config)
+        model = models.load_pretrained(args.model_name, config)
     else:
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        model = AutoModelForCausalLM.from_config(
+            config,
+            attn_implementation=models.causal_attention(config),
+            dtype=torch.float32,
+        )
     for parameter in model.parameters():  # not the buffers: rotary tables need float32
         parameter.data = parameter.data.to(getattr(torch, args.param_dtype))
     model.to(device)
@@ -217,7 +221,7 @@ def main() -> None:
                 )
     progress_bar.close()
     tracker.finish()
-    text = sample_text(model, tokenizer, seq_length, args.seed)
+    text = models.sample_text(model, tokenizer, seq_length, args.seed)
     logger.info(cli.describe_end(run_dir, metrics, text))
 
 

@@ -14,16 +14,16 @@ import numpy as np
 import torch
 from filelock import FileLock
 from huggingface_hub import constants
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import Dataset, DistributedSampler
 from transformers import PreTrainedTokenizerBase
 
 from common.cli import InputError
+from common.packing import pack_documents, tokenizer_rules
 from common.sources import find_source
 
 logger = logging.getLogger(__name__)
 
 CACHE_VERSION = 1  # part of every cache key: raise it when the same input gives other blocks
-DOCUMENTS_PER_BATCH = 256
 IGNORED = -100  # the label that transformers' losses leave out
 
 
@@ -120,14 +120,14 @@ def load_blocks(
 
     The documents are tokenized in order, each followed by the end-of-text token, put end to end
     and cut into blocks of seq_length tokens; the rest of less than a block is dropped. The result
-    is the same for every args.num_workers, is kept below HF_HOME, and is mapped from there. Processes
-    that ask for the same blocks at the same time wait for the first of them.
+    is the same for every args.num_workers, is kept below HF_HOME, and is mapped from there.
+    Processes that ask for the same blocks at the same time wait for the first of them.
 
     Raises InputError for an unknown data set or column, and for a corpus of less than one block.
     """
     source = find_source(args.dataset_name, args.dataset_subset, args.text_column)
     encoding = hashlib.sha256(
-        repr((tokenizer.eos_token_id, _rules(tokenizer))).encode()
+        repr((tokenizer.eos_token_id, tokenizer_rules(tokenizer))).encode()
     ).hexdigest()
     key = repr((CACHE_VERSION, source.fingerprint, encoding, seq_length))
     cache = Path(constants.HF_HOME) / "packed-blocks"
@@ -140,7 +140,7 @@ def load_blocks(
             shutil.rmtree(unfinished, ignore_errors=True)
             unfinished.mkdir()
             for split, documents in zip(("train", "evaluation"), source.load(), strict=True):
-                _write_blocks(unfinished / split, documents, tokenizer, args.num_workers)
+                pack_documents(unfinished / split, documents, tokenizer, args.num_workers)
             unfinished.replace(folder)
             logger.info("tokenized %s in %.1f s", args.dataset_name, time.perf_counter() - start)
     train = _read_blocks(folder / "train", seq_length)
@@ -148,69 +148,10 @@ def load_blocks(
     for split, blocks in (("training", train), ("evaluation", evaluation)):
         if len(blocks) == 0:
             raise InputError(
-                f"The {split} part of {args.dataset_name} is smaller than one block of {seq_length} "
-                "tokens: give more text or a smaller --seq-length."
+                f"The {split} part of {args.dataset_name} is smaller than one block of "
+                f"{seq_length} tokens: give more text or a smaller --seq-length."
             )
     return train, evaluation
-
-
-def _rules(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return all that determines what a tokenizer makes of a text."""
-    if tokenizer.is_fast:
-        return tokenizer.backend_tokenizer.to_str()
-    return repr((type(tokenizer).__name__, sorted(tokenizer.get_vocab().items())))
-
-
-class _Encode:
-    """Turn rows of documents into (tokens [n] int32, bytes of UTF-8); runs in the workers."""
-
-    def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
-        self.tokenizer = tokenizer
-
-    def __call__(self, rows: list[dict[str, str]]) -> tuple[torch.Tensor, int]:
-        texts = [row["text"] for row in rows if row["text"]]
-        if not texts:
-            return torch.zeros(0, dtype=torch.int32), 0
-        encoded = self.tokenizer(
-            texts,
-            add_special_tokens=False,
-            return_attention_mask=False,
-            return_token_type_ids=False,
-            verbose=False,
-        )["input_ids"]
-        eos = [self.tokenizer.eos_token_id]
-        tokens = np.concatenate([np.array(ids + eos, dtype=np.int32) for ids in encoded])
-        return torch.from_numpy(tokens), sum(len(text.encode()) for text in texts)
-
-
-def _write_blocks(
-    path: Path,
-    documents: Dataset,
-    tokenizer: PreTrainedTokenizerBase,
-    num_workers: int,
-) -> None:
-    """Write path.bin (uint16 or uint32, little-endian) and path.json beside it."""
-    dtype = np.dtype("<u2" if len(tokenizer) <= 2**16 else "<u4")
-    batches = DataLoader(
-        documents,
-        batch_size=DOCUMENTS_PER_BATCH,
-        collate_fn=_Encode(tokenizer),
-        num_workers=num_workers,
-    )
-    digest, n_tokens, n_bytes = hashlib.sha256(), 0, 0
-    with path.with_suffix(".bin").open("wb") as file:
-        for tokens, size in batches:
-            content = tokens.numpy().astype(dtype).tobytes()
-            file.write(content)
-            digest.update(content)
-            n_tokens, n_bytes = n_tokens + len(tokens), n_bytes + size
-    facts = {
-        "dtype": dtype.str,
-        "tokens": n_tokens,
-        "bytes": n_bytes,
-        "digest": digest.hexdigest()[:16],
-    }
-    path.with_suffix(".json").write_text(json.dumps(facts))
 
 
 def _read_blocks(path: Path, seq_length: int) -> Blocks:

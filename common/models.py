@@ -9,6 +9,7 @@ import torch
 import transformers
 from huggingface_hub import constants
 from transformers import (
+    AttentionInterface,
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -16,10 +17,17 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from common.cli import InputError
 
 transformers.logging.set_verbosity_error()  # its warnings are about settings this guide chose
+
+# transformers draws a mask for padding, for packed documents and for sliding windows. To learn that
+# none is needed it waits for the GPU in every step, and a compiled model of transformers 5.17 keeps
+# the mask: 13% slower. An attention that it knows no mask for gets none, and is causal by itself.
+AttentionInterface.register("causal_sdpa", sdpa_attention_forward)
+PLAIN_CAUSAL_MODELS = ("gpt2", "llama")
 
 PRESETS = Path(__file__).parent / "presets"
 PRESET_NAMES = tuple(sorted(path.parent.name for path in PRESETS.glob("*/config.json")))
@@ -79,6 +87,14 @@ def load_config(name: str) -> PretrainedConfig:
         raise not_found("model", name, PRESET_NAMES, error) from error
 
 
+def causal_attention(config: PretrainedConfig) -> str:
+    """Return the attention for blocks without padding: causal and no mask, where the model allows.
+
+    Models other than GPT-2 and Llama may need a mask (a sliding window), so they keep theirs.
+    """
+    return "causal_sdpa" if config.model_type in PLAIN_CAUSAL_MODELS else "sdpa"
+
+
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a model; presets share the built-in one (byte-level BPE, 4096 tokens).
 
@@ -107,7 +123,10 @@ def load_pretrained(name: str, config: PretrainedConfig) -> PreTrainedModel:
         raise InputError(f"The preset {name} has no weights: leave out --pretrained.")
     try:
         return AutoModelForCausalLM.from_pretrained(
-            resolve_model(name), config=config, dtype=torch.float32
+            resolve_model(name),
+            config=config,
+            attn_implementation=causal_attention(config),
+            dtype=torch.float32,
         )
     except (OSError, ValueError) as error:
         if Path(name).is_dir():

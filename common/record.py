@@ -1,0 +1,138 @@
+"""state.json: which checkpoints of a run are complete, and which training they belong to."""
+
+import argparse
+import json
+import os
+import re
+import shutil
+from pathlib import Path
+
+import xxhash
+from torch import nn
+
+from common.cli import InputError
+from common.data import Blocks
+
+FORMAT = 1
+# With another value of one of these the rest of a run would not be the same training.
+FIXED_ARGUMENTS = (
+    "seed",
+    "param_dtype",
+    "global_batch_size",
+    "warmup_steps",
+    "weight_decay",
+    "max_grad_norm",
+)
+
+
+def describe_training(
+    args: argparse.Namespace,
+    model: nn.Module,
+    train_data: Blocks,
+    seq_length: int,
+    lr: float,
+    total_steps: int,
+) -> dict[str, object]:
+    """Return all that must stay as it is while a run goes on, by the names of the arguments.
+
+    Values are JSON. The model counts by the names and shapes of its parameters, which no wrapper of
+    a later chapter changes; the data set by its tokens.
+    """
+    shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
+    digest = xxhash.xxh3_64_hexdigest(json.dumps(shapes, sort_keys=True).encode())
+    return {
+        "model": f"{model.config.model_type}-{digest}",
+        "dataset": train_data.digest,
+        "seq_length": seq_length,
+        "lr": lr,
+        "total_steps": total_steps,
+        **{name: getattr(args, name) for name in FIXED_ARGUMENTS},
+    }
+
+
+def find_checkpoint(run_dir: Path, training: dict[str, object]) -> Path | None:
+    """Return the folder of the newest complete checkpoint of a run, or None for a new run.
+
+    Raises InputError if the run was started with another `training`, or its checkpoint is
+    damaged. Nothing is loaded yet.
+    """
+    record_file = run_dir / "state.json"
+    if not record_file.exists():
+        return None
+    try:
+        state = json.loads(record_file.read_text(encoding="utf-8"))
+        saved, records = state["training"], state["checkpoints"]
+        if state["format"] != FORMAT:
+            raise ValueError(f"format {state['format']}, not {FORMAT}")
+        present = [r for r in records if (run_dir / r["path"]).is_dir()]
+    except (ValueError, KeyError, TypeError) as error:
+        raise InputError(
+            f"{record_file} is damaged ({error!r}): restore it, or start anew with another -e."
+        ) from error
+    for name, value in training.items():
+        if name in saved and saved[name] != value:
+            raise InputError(
+                f"The run {run_dir} was started with {name} {saved[name]}, not {value}: go on with "
+                "the old value, or start anew with another -e."
+            )
+    if not present:
+        raise InputError(f"The checkpoints of {run_dir} are gone: start anew with another -e.")
+    record = present[-1]
+    for name, facts in record["files"].items():
+        if measure_file(run_dir / record["path"] / name) != facts:
+            older = (
+                f"delete {run_dir / record['path']} to go on from step {present[-2]['step']}, or "
+            )
+            raise InputError(
+                f"The checkpoint file {run_dir / record['path'] / name} is damaged: "
+                f"{older if len(present) > 1 else ''}start anew with another -e."
+            )
+    return run_dir / record["path"]
+
+
+def commit_checkpoint(
+    run_dir: Path,
+    path: Path,
+    unfinished: Path,
+    step: int,
+    training: dict[str, object],
+    files: dict[str, dict],
+    keep: int,
+) -> None:
+    """Make the checkpoint in `unfinished` the newest one of the run, at run_dir / path.
+
+    Renames it, then replaces state.json, then deletes all but the newest `keep`: at any moment
+    state.json names only complete checkpoints. files: from measure_file, by name.
+    """
+    record_file = run_dir / "state.json"
+    records = []
+    if record_file.exists():
+        records = json.loads(record_file.read_text(encoding="utf-8"))["checkpoints"]
+    # A checkpoint of this step or a later one is left from before a kill or a return to an older
+    # one. It is trained again, so it is in the way.
+    records = [r for r in records if r["step"] < step and (run_dir / r["path"]).is_dir()]
+    shutil.rmtree(run_dir / path, ignore_errors=True)
+    unfinished.replace(run_dir / path)
+    records = [*records, {"step": step, "path": path.as_posix(), "files": files}][-keep:]
+    temporary = run_dir / "state.json.tmp"
+    with temporary.open("w", encoding="utf-8") as file:
+        json.dump({"format": FORMAT, "training": training, "checkpoints": records}, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(record_file)
+    kept = {Path(record["path"]).name for record in records}
+    for folder in (run_dir / "checkpoints").iterdir():
+        if re.fullmatch(r"(\.unfinished-)?step-\d+", folder.name) and folder.name not in kept:
+            shutil.rmtree(folder)
+
+
+def measure_file(file: Path) -> dict[str, object] | None:
+    """Return size in bytes and checksum of a file, None where there is none."""
+    try:
+        with file.open("rb") as content:
+            digest = xxhash.xxh3_64()
+            while chunk := content.read(2**24):
+                digest.update(chunk)
+            return {"bytes": content.tell(), "xxh3_64": digest.hexdigest()}
+    except FileNotFoundError:
+        return None

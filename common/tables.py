@@ -1,0 +1,99 @@
+"""Tables of documents: which column is the text, and which rows are held out for evaluation."""
+
+import hashlib
+import json
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from common.cli import InputError
+
+if TYPE_CHECKING:
+    import datasets
+
+# One document in 20 is held out for evaluation, where the source has no such split of its own.
+EVAL_ONE_IN = 20
+# With fewer documents than this, each of them gives its end instead.
+FEW_DOCUMENTS = 100
+
+
+def documents_of(texts: Iterable[str]) -> "datasets.Dataset":
+    from datasets import Dataset
+
+    return Dataset.from_dict({"text": list(texts)})
+
+
+def is_held_out(key: str) -> bool:
+    """Return whether the document with this key (its path or its text) is for evaluation.
+
+    It depends on the key alone, so the split is the same on every machine and in every order,
+    and a text that occurs twice never stands on both sides.
+    """
+    digest = hashlib.sha256(key.encode("utf-8", errors="surrogatepass")).digest()
+    return int.from_bytes(digest[:8], "big") % EVAL_ONE_IN == 0
+
+
+def splitdocuments_of(documents: "datasets.Dataset") -> "tuple[datasets.Dataset, datasets.Dataset]":
+    if len(documents) < FEW_DOCUMENTS:
+        texts = documents["text"]
+        cuts = [len(text) - len(text) // EVAL_ONE_IN for text in texts]
+        return (
+            documents_of(text[:cut] for text, cut in zip(texts, cuts, strict=True)),
+            documents_of(text[cut:] for text, cut in zip(texts, cuts, strict=True)),
+        )
+    held_out = [is_held_out(text) for batch in documents.iter(1000) for text in batch["text"]]
+    return (
+        documents.select([row for row, out in enumerate(held_out) if not out]),
+        documents.select([row for row, out in enumerate(held_out) if out]),
+    )
+
+
+def split_table(
+    table: "datasets.DatasetDict", name: str, text_column: str | None
+) -> "tuple[datasets.Dataset, datasets.Dataset]":
+    if "train" not in table:
+        raise InputError(f"{name} has no split named train, only: {', '.join(table)}.")
+    train = _text_of(table["train"], name, text_column)
+    if "validation" in table:
+        return train, _text_of(table["validation"], name, text_column)
+    return splitdocuments_of(train)
+
+
+def _text_of(table: "datasets.Dataset", name: str, text_column: str | None) -> "datasets.Dataset":
+    """Return the table with its text column alone, named text."""
+    columns = [
+        c
+        for c, f in table.features.items()
+        if getattr(f, "dtype", "") in ("string", "large_string")
+    ]
+    column = text_column or ("text" if "text" in columns or len(columns) != 1 else columns[0])
+    if column not in columns:
+        raise InputError(
+            f"{name} has no text column {column!r}: give --text-column one of {', '.join(columns)}."
+        )
+    return table.select_columns([column]).rename_columns(
+        {column: "text"} if column != "text" else {}
+    )
+
+
+def read_json_strings(path: Path) -> list[str] | None:
+    """Return a JSON array's strings, or None for an array of objects or for JSON lines."""
+    with path.open(encoding="utf-8") as file:
+        lines = (line for line in file if line.strip())
+        first, second = next(lines, "").strip(), next(lines, None)
+    try:
+        if first.startswith("{") and first.endswith("}") and second is not None:
+            return None
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except ValueError as error:
+        raise InputError(f"{path} is not valid JSON: {error}.") from error
+    if isinstance(content, dict):
+        raise InputError(
+            f"{path} is a JSON dictionary: it must be an array of strings, "
+            '["first document", "second document"], or JSON lines in a .jsonl file.'
+        )
+    if all(isinstance(item, str) for item in content):
+        return content
+    if all(isinstance(item, dict) for item in content):
+        return None
+    raise InputError(f"{path} must be an array of strings, or an array of objects, not of both.")
