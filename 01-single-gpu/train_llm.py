@@ -12,7 +12,7 @@ import tqdm
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, set_seed
 
 from common import cli, models
 from common.checkpoint import load_checkpoint, save_checkpoint
@@ -47,10 +47,10 @@ def get_args() -> argparse.Namespace:
     add("-b", "--batch-size", default=8, type=at_least(1), help="most sequences per device at once")
     add("--global-batch-size", default=24, type=at_least(1), help="sequences per step, all devices")
     add("--lr", type=at_least(0.0), help="peak rate (if absent: 1 / model width)")
-    add("--warmup-steps", default=40, type=at_least(0), help="steps of linear warm-up")
+    add("--warmup-steps", default=100, type=at_least(0), help="steps of linear warm-up")
     add("--weight-decay", default=0.1, type=at_least(0.0), help="per step, times the rate")
     add("--max-grad-norm", default=1.0, type=at_least(0.0), help="clip above; inf: never")
-    add("--num-epochs", default=0.5, type=at_least(0.0), help="passes over the data, or a part")
+    add("--num-epochs", default=0.6, type=at_least(0.0), help="passes over the data, or a part")
     add("--max-steps", type=at_least(1), help="steps in all, instead of epochs")
     add = parser.add_argument_group("every N steps").add_argument
     add("--log-freq", default=10, type=at_least(1), help="steps between log lines")
@@ -74,10 +74,7 @@ def main() -> None:
     )
     # Products of float32 matrices in TF32 where a GPU has it: float32's range, 3 decimal digits.
     torch.set_float32_matmul_precision("high")
-    experiment_name = args.experiment_name or cli.new_experiment_name(args)
-    run_dir = make_run_dir(args.save_dir, experiment_name)
     logger.info(cli.describe_run(args, device))
-    logger.info(f"the run's folder is {run_dir}; {cli.how_to_go_on(experiment_name)}")
 
     # --- model ---
     config = models.load_config(args.model_name)
@@ -135,7 +132,7 @@ def main() -> None:
     optimizer = torch.optim.AdamW(
         model.parameters(),
         lr=lr,
-        betas=(0.9, 0.95),
+        betas=(0.8, 0.95),
         weight_decay=args.weight_decay,
         fused=True,
     )
@@ -150,6 +147,10 @@ def main() -> None:
     lr_scheduler = LambdaLR(optimizer, lr_factor)
 
     # --- resume ---
+    experiment_name = args.experiment_name or cli.new_experiment_name(args)
+    run_dir = make_run_dir(args.save_dir, experiment_name)
+    logger.info(f"the run's folder is {run_dir}; {cli.how_to_go_on(experiment_name)}")
+    set_seed(args.seed + rank)  # for dropout: Python, NumPy and PyTorch
     state = {"step": 0, "logged_step": 0, "running_loss": torch.zeros((), device=device)}
     training = describe_training(args, model, train_data, seq_length, lr, total_steps)
     checkpoint = find_checkpoint(run_dir, training)

@@ -37,6 +37,8 @@ def pack_documents(
         batch_size=DOCUMENTS_PER_BATCH,
         collate_fn=_Encode(tokenizer),
         num_workers=num_workers,
+        # Its own: a run that finds the tokens in the cache must see the same random numbers.
+        generator=torch.Generator(),
     )
     digest, n_tokens, n_bytes = hashlib.sha256(), 0, 0
     with path.with_suffix(".bin").open("wb") as file:

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from common.cli import InputError
 from common.models import hub_is_reachable, not_found
-from common.tables import documents_of, is_held_out, read_json_strings, split_table
+from common.tables import documents_of, is_held_out, read_json_strings, split_documents, split_table
 
 if TYPE_CHECKING:  # the library takes most of a second to import: only a first start pays for it
     import datasets

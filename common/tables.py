@@ -33,7 +33,7 @@ def is_held_out(key: str) -> bool:
     return int.from_bytes(digest[:8], "big") % EVAL_ONE_IN == 0
 
 
-def splitdocuments_of(documents: "datasets.Dataset") -> "tuple[datasets.Dataset, datasets.Dataset]":
+def split_documents(documents: "datasets.Dataset") -> "tuple[datasets.Dataset, datasets.Dataset]":
     if len(documents) < FEW_DOCUMENTS:
         texts = documents["text"]
         cuts = [len(text) - len(text) // EVAL_ONE_IN for text in texts]
@@ -56,7 +56,7 @@ def split_table(
     train = _text_of(table["train"], name, text_column)
     if "validation" in table:
         return train, _text_of(table["validation"], name, text_column)
-    return splitdocuments_of(train)
+    return split_documents(train)
 
 
 def _text_of(table: "datasets.Dataset", name: str, text_column: str | None) -> "datasets.Dataset":

@@ -7,6 +7,8 @@ import tempfile
 _cache = tempfile.TemporaryDirectory(prefix="test-cache-")
 os.environ["HF_HOME"] = _cache.name
 os.environ["WANDB_MODE"] = "disabled"
+# Threads cost more than they bring to models this small, most of all beside other processes.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 import importlib.util  # noqa: E402
 import json  # noqa: E402

@@ -1,0 +1,146 @@
+"""Run a chapter in a process of its own, note what it trains on, and kill it where a test says.
+
+Children come from a server that has imported PyTorch already: half a second each, not six.
+"""
+
+import json
+import multiprocessing
+import os
+import random
+import shutil
+import signal
+import sys
+from pathlib import Path
+
+import torch
+import transformers  # noqa: F401  imported once, by the server
+from torch.distributed.checkpoint import filesystem
+from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from common import checkpoint, cli, data, record
+
+ROOT = Path(__file__).parents[1]
+SAVE_STAGES = ("writing", "written", "renamed", "committed")
+
+
+def start(args: list[object], **options: object) -> multiprocessing.Process:
+    """Start chapter 1 with these arguments; see _child for the options."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["runner"])
+    process = context.Process(target=_child, args=([str(arg) for arg in args],), kwargs=options)
+    process.start()
+    return process
+
+
+def finish(process: multiprocessing.Process, timeout: float = 120) -> int:
+    """Wait for a child and return its exit status, negative for a signal."""
+    process.join(timeout)
+    assert process.exitcode is not None, "the run did not end in time"
+    return process.exitcode
+
+
+def _child(
+    args: list[str],
+    chapter: str = "01-single-gpu",
+    samples_file: str | None = None,
+    stderr_file: str | None = None,
+    kill_after_steps: int | None = None,
+    kill_in_save: tuple[int, str] | None = None,
+    file_size_limit: int | None = None,
+) -> None:
+    """samples_file: gets the indices of every optimizer step's samples, a JSON list a line.
+    kill_after_steps: SIGKILL after so many optimizer steps of this process.
+    kill_in_save: (n, stage): SIGKILL at this stage of the n-th save of this process.
+    file_size_limit: bytes that a file may have, as if the disk were full beyond.
+    """
+    os.chdir(ROOT)
+    if stderr_file:
+        sys.stderr = open(stderr_file, "w", buffering=1)  # noqa: PTH123, SIM115
+    random.seed(12345)  # the state a run must not depend on
+    if samples_file:
+        _note_samples(Path(samples_file))
+    if kill_after_steps:
+        _after_steps(kill_after_steps, _kill)
+    if kill_in_save:
+        _kill_in_save(*kill_in_save)
+    if file_size_limit:
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_FSIZE, (file_size_limit, file_size_limit))
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    sys.argv = [f"{chapter}/train_llm.py", *args]
+    from conftest import load_script
+
+    cli.run(load_script(ROOT / chapter / "train_llm.py").main)
+
+
+def _kill(*_: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _after_steps(count: int, action) -> None:
+    done = 0
+
+    def hook(*_: object) -> None:
+        nonlocal done
+        done += 1
+        if done == count:
+            action()
+
+    register_optimizer_step_post_hook(hook)
+
+
+def _note_samples(path: Path) -> None:
+    seen: list[int] = []
+    original = data.Blocks.__getitem__
+
+    def getitem(self: data.Blocks, index: int) -> dict[str, torch.Tensor]:
+        if not torch.is_inference_mode_enabled() and torch.is_grad_enabled():
+            seen.append(index)
+        return original(self, index)
+
+    def write(*_: object) -> None:
+        if not seen:  # loading a checkpoint primes the optimizer with a step of no samples
+            return
+        with path.open("a") as file:
+            file.write(json.dumps(seen) + "\n")
+        seen.clear()
+
+    data.Blocks.__getitem__ = getitem
+    register_optimizer_step_post_hook(write)
+
+
+def _kill_in_save(nth: int, stage: str) -> None:
+    saves = 0
+    save = checkpoint.dcp.save
+
+    def counting_save(*args: object, **kwargs: object) -> object:
+        nonlocal saves
+        saves += 1
+        if saves == nth:
+            if stage == "writing":
+                _kill_at_call(filesystem, "_write_item", call=5)
+            if stage == "written":
+                _kill_at_call(checkpoint, "commit_checkpoint", call=1)
+            if stage == "renamed":
+                _kill_at_call(record.json, "dump", call=1)
+            if stage == "committed":
+                # Calls: a stale folder that may be in the way, then the one that is too many.
+                _kill_at_call(shutil, "rmtree", call=2)
+        return save(*args, **kwargs)
+
+    checkpoint.dcp.save = counting_save
+
+
+def _kill_at_call(module, name: str, call: int) -> None:
+    calls = 0
+    original = getattr(module, name)
+
+    def function(*args: object, **kwargs: object) -> object:
+        nonlocal calls
+        calls += 1
+        if calls == call:
+            _kill()
+        return original(*args, **kwargs)
+
+    setattr(module, name, function)

@@ -1,0 +1,233 @@
+"""A run that was stopped, however it was stopped, goes on as if it had not been."""
+
+import json
+import os
+import random
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT, read_metrics
+from runner import SAVE_STAGES, finish, start
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.optim.lr_scheduler import LambdaLR
+
+from common import checkpoint
+from common.data import ResumableSampler
+
+STEPS = 40
+EXACT = ("loss", "lr", "grad_norm", "epoch", "epoch_progress", "batches_left", "eval_loss")
+
+
+@pytest.fixture(scope="module")
+def flags(tmp_path_factory) -> list[object]:
+    """A model with dropout, so that the random state counts, and a corpus of 15 steps an epoch."""
+    folder = tmp_path_factory.mktemp("inputs")
+    config = json.loads((ROOT / "common/presets/gpt2-tiny/config.json").read_text())
+    config |= {"attn_pdrop": 0.1, "resid_pdrop": 0.1, "embd_pdrop": 0.1, "n_embd": 32}
+    (folder / "model").mkdir()
+    (folder / "model/config.json").write_text(json.dumps(config))
+    words = random.Random(0)
+    texts = ["".join(words.choice("abc \n") for _ in range(200)) for _ in range(24)]
+    (folder / "corpus.json").write_text(json.dumps(texts))
+    return [
+        *("-m", folder / "model", "--tokenizer-name", "gpt2-tiny", "-d", folder / "corpus.json"),
+        *("-s", 32, "--global-batch-size", 6, "-b", 3, "--max-steps", STEPS, "--log-freq", 3),
+        *("--eval-freq", 10, "--ckpt-freq", 5, "--warmup-steps", 10, "--lr", 1e-2),
+    ]
+
+
+class Runs:
+    """Runs of chapter 1 in one folder: their metrics, samples and final parameters."""
+
+    def __init__(self, folder: Path, flags: list[object]) -> None:
+        self.folder, self.flags = folder, flags
+
+    def start(self, name: str, **options: object):
+        options = {"samples_file": str(self.folder / f"{name}.samples"), **options}
+        return start([*self.flags, "--save-dir", self.folder, "-e", name], **options)
+
+    def finish(self, name: str, **options: object) -> int:
+        return finish(self.start(name, **options))
+
+    def metrics(self, name: str) -> list[dict]:
+        return read_metrics(self.folder / name)
+
+    def samples(self, name: str) -> list[list[int]]:
+        lines = (self.folder / f"{name}.samples").read_text().splitlines()
+        return [json.loads(line) for line in lines]
+
+    def state(self, name: str) -> dict:
+        return json.loads((self.folder / name / "state.json").read_text())
+
+    def tensors(self, name: str) -> dict:
+        """Return all that the newest checkpoint holds."""
+        path = self.folder / name / self.state(name)["checkpoints"][-1]["path"]
+        dcp_to_torch_save(path, self.folder / f"{name}.pt")
+        return torch.load(self.folder / f"{name}.pt", weights_only=False)
+
+    def stopped_after(self, name: str) -> tuple[int, int]:
+        """Return (steps trained so far, step that the run will resume after)."""
+        return len(self.samples(name)), self.state(name)["checkpoints"][-1]["step"]
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory, flags) -> Runs:
+    runs = Runs(tmp_path_factory.mktemp("straight"), flags)
+    assert runs.finish("straight") == 0
+    metrics = runs.metrics("straight")
+    assert metrics[-1]["step"] == STEPS and metrics[-1]["epoch"] >= 2
+    return runs
+
+
+@pytest.fixture
+def runs(tmp_path, flags) -> Runs:
+    return Runs(tmp_path, flags)
+
+
+def assert_same_training(straight: Runs, runs: Runs, trained: int, resumed_after: int) -> None:
+    """The run "stopped" and what it did after its stop, against the straight one: bit by bit."""
+    expected, found = straight.metrics("straight"), runs.metrics("stopped")
+    assert [line["step"] for line in found] == [line["step"] for line in expected]
+    for key in EXACT:
+        assert [line.get(key) for line in found] == [line.get(key) for line in expected], key
+    samples = straight.samples("straight")
+    assert runs.samples("stopped") == samples[:trained] + samples[resumed_after:]
+    assert_same_tensors(straight.tensors("straight"), runs.tensors("stopped"))
+
+
+def assert_same_tensors(expected: object, found: object, key: str = "") -> None:
+    if isinstance(expected, dict):
+        assert expected.keys() == found.keys() and expected
+        for name, value in expected.items():
+            assert_same_tensors(value, found[name], f"{key}.{name}")
+    elif isinstance(expected, torch.Tensor):
+        assert torch.equal(expected, found), key
+    else:
+        assert repr(expected) == repr(found), key
+
+
+def test_after_ctrl_c(straight, runs, tmp_path):
+    process = runs.start("stopped", stderr_file=str(tmp_path / "stderr"))
+    deadline = time.monotonic() + 120
+    metrics = tmp_path / "stopped/metrics.jsonl"
+    while not (metrics.exists() and len(metrics.read_text().splitlines()) > 6):
+        assert time.monotonic() < deadline and process.is_alive()
+        time.sleep(0.002)
+    os.kill(process.pid, signal.SIGINT)
+    assert finish(process) == 130
+    message = (tmp_path / "stderr").read_text().splitlines()[-1]
+    assert message.startswith("Interrupted; to go on") and message.endswith(" -e stopped")
+    stop = runs.stopped_after("stopped")
+    assert 0 < stop[1] < STEPS
+    assert runs.finish("stopped") == 0
+    assert_same_training(straight, runs, *stop)
+
+
+def test_after_kill_9_in_a_later_epoch(straight, runs):
+    step = random.randrange(16, STEPS)
+    assert runs.finish("stopped", kill_after_steps=step) == -signal.SIGKILL
+    stop = runs.stopped_after("stopped")
+    assert stop == (step, (step - 1) // 5 * 5), "the checkpoint before the kill"
+    assert runs.finish("stopped") == 0
+    assert_same_training(straight, runs, *stop)
+
+
+@pytest.mark.parametrize("stage", SAVE_STAGES)
+def test_after_kill_9_in_a_save(straight, runs, stage):
+    assert runs.finish("stopped", kill_in_save=(4, stage)) == -signal.SIGKILL
+    trained, resumed_after = runs.stopped_after("stopped")
+    assert trained == 20
+    assert resumed_after == (20 if stage == "committed" else 15)
+    assert runs.finish("stopped") == 0
+    assert_same_training(straight, runs, trained, resumed_after)
+    kept = {path.name for path in (runs.folder / "stopped/checkpoints").iterdir()}
+    assert kept == {"step-00000035", "step-00000040"}, "nothing half-written stays"
+
+
+def keep_seeded_rng(monkeypatch):
+    monkeypatch.setattr(checkpoint, "_set_rng_state", lambda rng: None)
+
+
+def take_epoch_0s_order(monkeypatch):
+    original = ResumableSampler.set_epoch
+    monkeypatch.setattr(
+        ResumableSampler, "set_epoch", lambda self, _, start: original(self, 0, start)
+    )
+
+
+def begin_the_epoch_anew(monkeypatch):
+    original = ResumableSampler.set_epoch
+    monkeypatch.setattr(
+        ResumableSampler, "set_epoch", lambda self, epoch, start: original(self, epoch)
+    )
+
+
+def set_the_schedule_back_a_step(monkeypatch):
+    original = LambdaLR.load_state_dict
+
+    def load(self, state: dict) -> None:
+        original(self, {**state, "last_epoch": state["last_epoch"] - 1})
+
+    monkeypatch.setattr(LambdaLR, "load_state_dict", load)
+
+
+def drop_the_moments(monkeypatch):
+    original = checkpoint.set_state_dict
+
+    def load(model, optimizer, *, model_state_dict: dict, optim_state_dict: dict) -> None:
+        for moments in optim_state_dict["state"].values():
+            moments["exp_avg"].zero_()
+            moments["exp_avg_sq"].zero_()
+        original(
+            model, optimizer, model_state_dict=model_state_dict, optim_state_dict=optim_state_dict
+        )
+
+    monkeypatch.setattr(checkpoint, "set_state_dict", load)
+
+
+def forget_the_loss_since_the_last_log(monkeypatch):
+    original = checkpoint.save_checkpoint
+
+    def save(run_dir, model, optimizer, lr_scheduler, state: dict, *args: object) -> None:
+        state = {**state, "running_loss": torch.zeros(())}
+        original(run_dir, model, optimizer, lr_scheduler, state, *args)
+
+    monkeypatch.setattr(checkpoint, "save_checkpoint", save)
+
+
+BUGS = (
+    None,
+    keep_seeded_rng,
+    take_epoch_0s_order,
+    begin_the_epoch_anew,
+    set_the_schedule_back_a_step,
+    drop_the_moments,
+    forget_the_loss_since_the_last_log,
+)
+
+
+@pytest.mark.parametrize("bug", BUGS, ids=lambda bug: getattr(bug, "__name__", "no bug"))
+def test_planted_bug_is_noticed(straight, train, flags, monkeypatch, tmp_path, bug):
+    """With each of these bugs a resumed run differs; without one it does not."""
+    if bug is not None:
+        bug(monkeypatch)
+    # Trained to the end, then set back to step 35 by deleting the newest checkpoint.
+    first = train(*flags) if bug is forget_the_loss_since_the_last_log else None
+    if first is None:
+        with monkeypatch.context() as without_bug:
+            without_bug.undo()
+            train(*flags)
+    shutil.rmtree(tmp_path / "run/checkpoints/step-00000040")
+    resumed = train(*flags)
+    expected = straight.metrics("straight")
+    assert [line["step"] for line in resumed] == [line["step"] for line in expected]
+    differs = [
+        key
+        for key in EXACT
+        if [line.get(key) for line in resumed] != [line.get(key) for line in expected]
+    ]
+    assert bool(differs) == (bug is not None), differs
