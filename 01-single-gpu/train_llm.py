@@ -222,7 +222,7 @@ def main() -> None:
                 )
     progress_bar.close()
     tracker.finish()
-    text = models.sample_text(model, tokenizer, seq_length, args.seed)
+    text = models.sample_text(model, tokenizer, args.dataset_name, seq_length, args.seed)
     logger.info(cli.describe_end(run_dir, metrics, text))
 
 

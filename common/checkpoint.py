@@ -130,10 +130,19 @@ def _gather(part: dict) -> dict:
 
 
 def _cause(error: BaseException) -> str:
-    """Return the first line of the innermost reason: CheckpointException wraps one per rank."""
+    """Return the reason in one line.
+
+    CheckpointException holds an error for each rank, and a full disk ends in a RuntimeError of the
+    writer of PyTorch's files, with the operating system's error somewhere in its context.
+    """
     if isinstance(error, CheckpointException):
         error = next(iter(error.failures.values()))[0]
-    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    link: BaseException | None = error
+    while link is not None:
+        if isinstance(link, OSError) and link.strerror:
+            return link.strerror
+        link = link.__cause__ or link.__context__
+    return (str(error).strip().splitlines() or [type(error).__name__])[0]
 
 
 def _get_rng_state() -> dict[str, object]:

@@ -29,6 +29,8 @@ transformers.logging.set_verbosity_error()  # its warnings are about settings th
 AttentionInterface.register("causal_sdpa", sdpa_attention_forward)
 PLAIN_CAUSAL_MODELS = ("gpt2", "llama")
 
+PROMPTS = {"python-stdlib": "    def"}
+
 PRESETS = Path(__file__).parent / "presets"
 PRESET_NAMES = tuple(sorted(path.parent.name for path in PRESETS.glob("*/config.json")))
 WORKS_OFFLINE = "what works offline: -d python-stdlib -m gpt2-tiny (the defaults), or local paths"
@@ -159,19 +161,29 @@ def check_sizes(
 
 @torch.no_grad()
 def sample_text(
-    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, length: int, seed: int
+    model: PreTrainedModel,
+    tokenizer: PreTrainedTokenizerBase,
+    dataset_name: str,
+    length: int,
+    seed: int,
 ) -> str:
-    """Return a text of at most `length` tokens that the model begins after an end-of-text token."""
+    """Return a text of at most `length` tokens, 256 at most, that the model goes on from a prompt.
+
+    The prompt is the end-of-text token, after which a document begins; for the built-in corpus,
+    most of whose documents begin with many lines of comment, it is the start of a method.
+    """
     torch.manual_seed(seed)
-    prompt = torch.tensor([[tokenizer.eos_token_id]], device=model.device)
+    text = PROMPTS.get(dataset_name, tokenizer.eos_token)
+    prompt = tokenizer(text, add_special_tokens=False, return_tensors="pt").to(model.device)
+    model.eval()
     with torch.compiler.set_stance("force_eager"):  # every length would be compiled anew
         tokens = model.generate(
-            prompt,
-            attention_mask=torch.ones_like(prompt),
+            prompt["input_ids"],
+            attention_mask=prompt["attention_mask"],
             max_length=min(length, 256),
             do_sample=True,
-            temperature=0.8,
-            top_k=50,
+            temperature=0.7,
+            top_k=40,
             use_cache=True,
             pad_token_id=tokenizer.eos_token_id,
         )

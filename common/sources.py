@@ -11,7 +11,14 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from common.cli import InputError
 from common.models import hub_is_reachable, not_found
-from common.tables import documents_of, is_held_out, read_json_strings, split_documents, split_table
+from common.tables import (
+    documents_of,
+    import_datasets,
+    is_held_out,
+    read_json_strings,
+    split_documents,
+    split_table,
+)
 
 if TYPE_CHECKING:  # the library takes most of a second to import: only a first start pays for it
     import datasets
@@ -122,8 +129,7 @@ def _local(
     arrays = [read_json_strings(root / path) for path in files if path.suffix == ".json"]
     if len(arrays) == len(files) and None not in arrays:
         return split_documents(documents_of(chain.from_iterable(arrays)))
-    from datasets import load_dataset
-
+    load_dataset = import_datasets().load_dataset
     try:
         if len(files) == 1:
             table = load_dataset(TABLE_SUFFIXES[files[0].suffix], data_files=name)
@@ -137,9 +143,7 @@ def _local(
 
 def _from_hub(name: str, subset: str | None) -> "datasets.DatasetDict":
     hub_is_reachable()
-    from datasets import load_dataset
-
     try:
-        return load_dataset(name, subset)
+        return import_datasets().load_dataset(name, subset)
     except Exception as error:  # no network, no such data set, no such subset, a gated one
         raise not_found("data set", name, (BUILT_IN,), error) from error

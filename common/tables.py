@@ -2,8 +2,10 @@
 
 import hashlib
 import json
+import logging
 from collections.abc import Iterable
 from pathlib import Path
+from types import ModuleType
 from typing import TYPE_CHECKING
 
 from common.cli import InputError
@@ -17,10 +19,18 @@ EVAL_ONE_IN = 20
 FEW_DOCUMENTS = 100
 
 
-def documents_of(texts: Iterable[str]) -> "datasets.Dataset":
-    from datasets import Dataset
+def import_datasets() -> ModuleType:
+    """Import the datasets library, which takes most of a second, and keep it from logging."""
+    import datasets
 
-    return Dataset.from_dict({"text": list(texts)})
+    datasets.disable_progress_bars()
+    datasets.utils.logging.set_verbosity(logging.CRITICAL)  # what it logs as errors it also raises
+    return datasets
+
+
+def documents_of(texts: Iterable[str]) -> "datasets.Dataset":
+    """Return a data set with one column, "text"."""
+    return import_datasets().Dataset.from_dict({"text": list(texts)})
 
 
 def is_held_out(key: str) -> bool:
@@ -34,6 +44,7 @@ def is_held_out(key: str) -> bool:
 
 
 def split_documents(documents: "datasets.Dataset") -> "tuple[datasets.Dataset, datasets.Dataset]":
+    """Return (training, evaluation): by document, or by its end where the documents are few."""
     if len(documents) < FEW_DOCUMENTS:
         texts = documents["text"]
         cuts = [len(text) - len(text) // EVAL_ONE_IN for text in texts]
@@ -51,6 +62,10 @@ def split_documents(documents: "datasets.Dataset") -> "tuple[datasets.Dataset, d
 def split_table(
     table: "datasets.DatasetDict", name: str, text_column: str | None
 ) -> "tuple[datasets.Dataset, datasets.Dataset]":
+    """Return (training, evaluation) of a table's splits: its own validation split if it has one.
+
+    Raises InputError if it has no split named train, or no such column.
+    """
     if "train" not in table:
         raise InputError(f"{name} has no split named train, only: {', '.join(table)}.")
     train = _text_of(table["train"], name, text_column)

@@ -1,0 +1,330 @@
+"""Bad input ends in one sentence on stderr and status 2; nothing that was there is lost."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, load_script, read_metrics, run_script
+from runner import finish, start
+
+from common import cli
+
+SCRIPT = "01-single-gpu/train_llm.py"
+SMALL = ["-s", 32, "--global-batch-size", 6, "--max-steps", 4, "--ckpt-freq", 2, "--log-freq", 1]
+
+
+@pytest.fixture
+def corpus(tmp_path) -> Path:
+    path = tmp_path / "corpus.json"
+    path.write_text(json.dumps([f"Text number {n}, of many words. " * 20 for n in range(50)]))
+    return path
+
+
+@pytest.fixture
+def refuse(tmp_path, monkeypatch, capfd):
+    """Return a function that runs chapter 1, expects a refusal and returns its one sentence."""
+
+    def run(*args: object, name: str = "run") -> str:
+        before = listing(tmp_path)
+        argv = [SCRIPT, "--save-dir", tmp_path, "-e", name, *args]
+        monkeypatch.setattr(sys, "argv", [str(arg) for arg in argv])
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as exit_:
+            cli.run(load_script(ROOT / SCRIPT).main)
+        err = capfd.readouterr().err
+        assert exit_.value.code == 2, err
+        lines = [
+            line for line in err.splitlines() if not line.startswith(("[20", "versions", "env"))
+        ]
+        lines = [line for line in lines if "Generating" not in line and "examples/s" not in line]
+        assert "Traceback" not in err and len(lines) == 1, err
+        assert listing(tmp_path) == before, "nothing was written, nothing lost"
+        return lines[0]
+
+    return run
+
+
+def listing(folder: Path) -> dict[str, bytes]:
+    """Return all files and folders below, but the lock that shows that a run is alive."""
+    return {
+        str(path): path.read_bytes() if path.is_file() else b""
+        for path in folder.rglob("*")
+        if path.name != ".lock"
+    }
+
+
+def test_unknown_dataset(refuse):
+    sentence = refuse("-d", "no-such/dataset")
+    assert "'no-such/dataset' is neither a preset (python-stdlib) nor a local path" in sentence
+    assert "https://huggingface.co) cannot be reached" in sentence
+    assert "-d python-stdlib -m gpt2-tiny" in sentence
+
+
+def test_unknown_model(refuse):
+    sentence = refuse("-m", "openai-community/gpt2", "-d", "tatsu-lab/alpaca")
+    assert "model 'openai-community/gpt2' is neither a preset (gpt2, gpt2-tiny," in sentence
+    assert "cannot be reached" in sentence and "-d python-stdlib -m gpt2-tiny" in sentence
+
+
+def test_folder_that_is_no_model(refuse, tmp_path):
+    (tmp_path / "empty").mkdir()
+    assert "has no usable config.json" in refuse("-m", tmp_path / "empty")
+
+
+def test_preset_has_no_weights(refuse):
+    assert "preset gpt2-tiny has no weights: leave out --pretrained" in refuse("--pretrained")
+
+
+def test_folder_without_text(refuse, tmp_path):
+    (tmp_path / "pictures").mkdir()
+    (tmp_path / "pictures/a.png").touch()
+    assert "has no file that ends in one of: .txt" in refuse("-d", tmp_path / "pictures")
+
+
+def test_text_column_that_does_not_exist(refuse, tmp_path):
+    path = tmp_path / "table.csv"
+    path.write_text("question,answer,number\n" + "why,because,1\n" * 200)
+    for args in ((), ("--text-column", "body")):
+        sentence = refuse("-d", path, *args)
+        wanted = args[1] if args else "text"
+        assert f"no text column '{wanted}'" in sentence
+        assert "--text-column one of question, answer" in sentence
+
+
+def test_json_dictionary(refuse, tmp_path):
+    path = tmp_path / "train.json"
+    for text in ('{"Hello World": "1", "I am fine": "0"}', '{\n "a": "1",\n "b": "0"\n}'):
+        path.write_text(text)
+        assert "is a JSON dictionary: it must be an array of strings" in refuse("-d", path)
+
+
+@pytest.mark.parametrize("text", ['["a", "b"', '["a", {"text": "b"}]', "", '["a", 3]'])
+def test_json_that_cannot_be_used(refuse, tmp_path, text):
+    path = tmp_path / "train.json"
+    path.write_text(text)
+    sentence = refuse("-d", path)
+    assert "is not valid JSON" in sentence or "must be an array of strings" in sentence
+
+
+@pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
+def test_table_that_cannot_be_read(refuse, tmp_path, suffix):
+    path = tmp_path / f"table.{suffix}"
+    path.write_bytes(b"no table at all")
+    assert f"Cannot read {path} as a data set: " in refuse("-d", path)
+
+
+def test_corpus_too_small_for_one_block(refuse, tmp_path):
+    path = tmp_path / "small.txt"
+    path.write_text("A few words.")
+    assert "training part of" in (sentence := refuse("-d", path))
+    assert "smaller than one block of 128 tokens" in sentence
+
+
+def test_corpus_too_small_for_one_step(refuse, corpus):
+    sentence = refuse("-d", corpus, "-s", 32, "--global-batch-size", 5000)
+    assert "less than --global-batch-size 5000" in sentence
+
+
+def test_sequence_longer_than_the_positions(refuse):
+    assert "The model has 128 positions: --seq-length 129" in refuse("-s", 129)
+
+
+def test_tokenizer_larger_than_the_vocabulary(refuse, tmp_path):
+    config = json.loads((ROOT / "common/presets/gpt2-tiny/config.json").read_text())
+    (tmp_path / "model").mkdir()
+    (tmp_path / "model/config.json").write_text(json.dumps(config | {"vocab_size": 1000}))
+    sentence = refuse("-m", tmp_path / "model", "--tokenizer-name", "gpt2-tiny")
+    assert "The tokenizer has 4096 tokens and the model only 1000" in sentence
+
+
+@pytest.mark.parametrize("name", ["a/b", "..", "a b:c"])
+def test_name_that_is_no_folder(refuse, corpus, name):
+    assert "cannot be an experiment's name" in refuse("-d", corpus, *SMALL, name=name)
+
+
+def test_save_folder_that_cannot_be_written(refuse, corpus, tmp_path):
+    (tmp_path / "file").touch()
+    sentence = refuse("-d", corpus, *SMALL, "--save-dir", tmp_path / "file")
+    assert "Cannot write to" in sentence and "give another --save-dir" in sentence
+    assert "Cannot write to /proc/" in refuse("-d", corpus, *SMALL, "--save-dir", "/proc")
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("-b", "0"), "'0' is not a whole number of at least 1"),
+        (("--lr", "fast"), "'fast' is not a number of at least 0.0"),
+        (("--lr", "nan"), "'nan' is not a number"),
+        (("--param-dtype", "float8"), "invalid choice: 'float8'"),
+        (("@/no/such/file",), "No such file"),
+        (("--batch", "3"), "unrecognized arguments: --batch 3"),
+    ],
+)
+def test_arguments(monkeypatch, capsys, args, message):
+    monkeypatch.setattr(sys, "argv", ["train_llm.py", *args])
+    with pytest.raises(SystemExit) as exit_:
+        load_script(ROOT / SCRIPT).get_args()
+    assert exit_.value.code == 2
+    assert message in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_arguments_from_a_file(monkeypatch, tmp_path):
+    (tmp_path / "args").write_text("# a comment\n--lr 3e-4\n-e 'my run'  # another\n\n--compile\n")
+    monkeypatch.setattr(sys, "argv", ["train_llm.py", f"@{tmp_path}/args", "--lr", "1e-3"])
+    args = load_script(ROOT / SCRIPT).get_args()
+    assert (args.lr, args.experiment_name, args.compile) == (1e-3, "my run", True)
+
+
+@pytest.mark.parametrize(
+    ("args", "named"),
+    [
+        (("-m", "llama-tiny"), "model gpt2-"),
+        (("-s", 16), "seq_length 32, not 16"),
+        (("--global-batch-size", 12), "global_batch_size 6, not 12"),
+        (("--max-steps", 8), "total_steps 4, not 8"),
+        (("--lr", 1e-3), "lr 0.0078125, not 0.001"),
+        (("--seed", 1), "seed 0, not 1"),
+        (("--warmup-steps", 1), "warmup_steps 100, not 1"),
+        (("--param-dtype", "bfloat16"), "param_dtype float32, not bfloat16"),
+        (("--max-grad-norm", 2), "max_grad_norm 1.0, not 2.0"),
+        (("--weight-decay", 0), "weight_decay 0.1, not 0.0"),
+    ],
+)
+def test_resume_with_another_training(train, refuse, corpus, args, named):
+    train("-d", corpus, *SMALL)
+    sentence = refuse("-d", corpus, *SMALL, *args)
+    assert f"was started with {named}" in sentence and "start anew with another -e" in sentence
+
+
+def test_resume_with_another_corpus(train, refuse, corpus):
+    train("-d", corpus, *SMALL)
+    corpus.write_text(corpus.read_text().replace("Text number 7,", "Text number 8,"))
+    assert "was started with dataset " in refuse("-d", corpus, *SMALL)
+
+
+def test_resume_with_what_may_change(train, corpus, tmp_path):
+    straight = train("-d", corpus, *SMALL, name="straight")
+    train("-d", corpus, *SMALL)
+    shutil.rmtree(tmp_path / "run/checkpoints/step-00000004")
+    shutil.copy(corpus, tmp_path / "moved.json")
+    moved = train("-d", tmp_path / "moved.json", *SMALL, "-b", 2, "--eval-freq", 1)
+    losses = [line["loss"] for line in straight]
+    assert [line["loss"] for line in moved] == pytest.approx(losses, rel=1e-5)
+
+
+def newest_file(run_dir: Path) -> Path:
+    record = json.loads((run_dir / "state.json").read_text())["checkpoints"][-1]
+    return run_dir / record["path"] / "__0_0.distcp"
+
+
+def test_damaged_checkpoint_and_the_way_back(train, refuse, corpus, tmp_path):
+    straight = train("-d", corpus, *SMALL)
+    file = newest_file(tmp_path / "run")
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1  # one flipped bit, in a tensor: the library would load it
+    file.write_bytes(content)
+    sentence = refuse("-d", corpus, *SMALL)
+    assert f"The checkpoint file {file} is damaged" in sentence
+    assert "step-00000004 to go on from step 2" in sentence
+    shutil.rmtree(file.parent)
+    resumed = train("-d", corpus, *SMALL)
+    assert [line["loss"] for line in resumed] == [line["loss"] for line in straight]
+
+
+def test_checkpoint_with_a_missing_or_short_file(train, refuse, corpus, tmp_path):
+    train("-d", corpus, *SMALL)
+    file = newest_file(tmp_path / "run")
+    os.truncate(file, 1000)
+    assert "is damaged" in refuse("-d", corpus, *SMALL)
+    file.unlink()
+    assert "is damaged" in refuse("-d", corpus, *SMALL)
+
+
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", '{"format": 99, "training": {}, "checkpoints": []}']
+)
+def test_damaged_state_json(train, refuse, corpus, tmp_path, text):
+    train("-d", corpus, *SMALL)
+    (tmp_path / "run/state.json").write_text(text)
+    assert "state.json is damaged" in refuse("-d", corpus, *SMALL)
+
+
+def test_checkpoints_are_gone(train, refuse, corpus, tmp_path):
+    train("-d", corpus, *SMALL)
+    shutil.rmtree(tmp_path / "run/checkpoints")
+    assert "The checkpoints of" in refuse("-d", corpus, *SMALL)
+
+
+def test_a_second_process_in_the_same_run(corpus, tmp_path):
+    args = ["-d", corpus, "-s", 32, "--global-batch-size", 6, "--max-steps", 3000]
+    args += ["--save-dir", tmp_path, "-e", "run"]
+    first = start(args, stderr_file=str(tmp_path / "first"))
+    while not (tmp_path / "run/metrics.jsonl").exists():
+        assert first.is_alive()
+    assert finish(start(args, stderr_file=str(tmp_path / "second"))) == 2
+    first.kill()
+    finish(first)
+    assert "Another process is training in" in (tmp_path / "second").read_text().splitlines()[-1]
+
+
+def test_a_file_that_may_not_grow(corpus, tmp_path):
+    """The limit stands for a full disk on every machine: the write fails halfway."""
+    args = ["-d", corpus, *SMALL, "--save-dir", tmp_path, "-e", "run"]
+    assert finish(start(args)) == 0
+    shutil.rmtree(tmp_path / "run/checkpoints/step-00000004")
+    before = listing(tmp_path / "run/checkpoints")
+    status = finish(start(args, file_size_limit=2_000_000, stderr_file=str(tmp_path / "stderr")))
+    assert status == 2
+    sentence = (tmp_path / "stderr").read_text().splitlines()[-1]
+    assert "The checkpoint of step 4 could not be written" in sentence
+    assert "File too large" in sentence and "last complete checkpoint" in sentence
+    assert listing(tmp_path / "run/checkpoints") == before
+    assert finish(start(args)) == 0
+    assert read_metrics(tmp_path / "run")[-1]["step"] == 4
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=30m", "tmpfs", str(disk)]
+    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
+        pytest.skip("needs root, to mount a small file system")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_a_full_disk(corpus, tmp_path, small_disk):
+    """30 MB hold two checkpoints of 14 MB, not the third that is written before one goes."""
+    args = ["-d", corpus, "-s", 32, "--global-batch-size", 6, "--max-steps", 6, "--ckpt-freq", 2]
+    args += ["--save-dir", small_disk, "-e", "run"]
+    assert finish(start(args, stderr_file=str(tmp_path / "stderr"))) == 2
+    sentence = (tmp_path / "stderr").read_text().splitlines()[-1]
+    assert "The checkpoint of step 6 could not be written" in sentence
+    assert "No space left on device" in sentence
+    names = sorted(path.name for path in (small_disk / "run/checkpoints").iterdir())
+    assert names == ["step-00000002", "step-00000004"]
+    shutil.rmtree(small_disk / "run/checkpoints/step-00000002")
+    assert finish(start(args, stderr_file=str(tmp_path / "stderr"))) == 0
+    assert "resumed after step 4 of 6" in (tmp_path / "stderr").read_text()
+
+
+def test_a_complete_run_says_so(corpus, tmp_path):
+    args = (SCRIPT, "-d", corpus, *SMALL, "--save-dir", tmp_path, "-e", "run")
+    assert run_script(*args).returncode == 0
+    before = listing(tmp_path)
+    again = run_script(*args)
+    assert again.returncode == 0
+    assert "this run is complete: all of its 4 steps are done" in again.stderr
+    assert listing(tmp_path) == before
+
+
+def test_the_whole_command_leaves_with_status_2(tmp_path):
+    done = run_script(SCRIPT, "-s", 1000, "--save-dir", tmp_path)
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert done.stderr.splitlines()[-1].startswith("The model has 128 positions")
+    assert list(tmp_path.iterdir()) == []
