@@ -1,0 +1,249 @@
+"""What chapter 1 computes and what it leaves behind."""
+
+import json
+import math
+import os
+import sys
+
+import pytest
+import torch
+from conftest import ROOT, load_script, read_metrics, run_script
+from torch.utils.data import DataLoader
+from transformers import AutoModelForCausalLM
+
+from common import models
+from common.data import IGNORED, Blocks, ResumableSampler, load_blocks
+
+SCRIPT = "01-single-gpu/train_llm.py"
+FAST = ("-s", 32, "--max-steps", 20, "--log-freq", 1, "--warmup-steps", 5)
+KEYS = {
+    *("step", "epoch", "epoch_progress", "batches_left", "loss", "lr", "grad_norm"),
+    *("tokens_per_s", "tokens_per_s_per_device", "mfu", "peak_mem_gib"),
+    *("time/data", "time/forward", "time/backward", "time/update", "time/total"),
+}
+EVALUATION_KEYS = {"eval_loss", "perplexity", "bits_per_byte"}
+
+
+def column(metrics: list[dict], key: str) -> list[float]:
+    return [line[key] for line in metrics]
+
+
+@pytest.mark.parametrize("model", ["gpt2-tiny", "llama-tiny"])
+def test_accumulation_gives_the_same_losses(train, model):
+    runs = {
+        size: train(*FAST, "-m", model, "--global-batch-size", 8, "-b", size, name=f"b{size}")
+        for size in (8, 4, 2)
+    }
+    assert runs[8][0]["loss"] > runs[8][-1]["loss"] + 0.5
+    for size in (4, 2):
+        assert column(runs[size], "loss") == pytest.approx(column(runs[8], "loss"), rel=1e-6)
+        assert column(runs[size], "grad_norm") == pytest.approx(
+            column(runs[8], "grad_norm"), rel=1e-3
+        )
+
+
+def test_a_loss_that_is_not_divided_is_noticed(train, tmp_path, monkeypatch):
+    """The planted bug adds up the micro-batches' gradients without taking their mean."""
+    source = (ROOT / SCRIPT).read_text()
+    right = "loss = model(**batch).loss / accumulation"
+    wrong = "loss = model(**batch).loss"
+    assert right in source
+    (tmp_path / "chapter").mkdir()
+    (tmp_path / "chapter/train_llm.py").write_text(source.replace(right, wrong))
+    once = train(*FAST, "--global-batch-size", 8, "-b", 8, name="once")
+    broken = train(
+        *(*FAST, "--global-batch-size", 8, "-b", 2), name="broken", chapter=tmp_path / "chapter"
+    )
+    assert broken[0]["loss"] == pytest.approx(4 * once[0]["loss"], rel=1e-3)
+    assert broken[0]["grad_norm"] == pytest.approx(4 * once[0]["grad_norm"], rel=1e-3)
+
+
+def test_logged_loss_is_the_mean_since_the_last_log(train):
+    each = train(*FAST, "--global-batch-size", 6, "-b", 3, name="each")
+    flags = [flag if flag != 1 else 7 for flag in FAST]
+    seventh = train(*flags, "--global-batch-size", 6, "-b", 3, name="seventh")
+    assert column(seventh, "step") == [7, 14, 20]
+    losses = column(each, "loss")
+    means = [sum(losses[a:b]) / (b - a) for a, b in ((0, 7), (7, 14), (14, 20))]
+    assert column(seventh, "loss") == pytest.approx(means, rel=1e-6)
+
+
+def test_learning_rate_follows_the_schedule(train):
+    metrics = train(*FAST, "--lr", 0.01)
+    expected = [0.01 * step / 5 for step in range(1, 6)]
+    expected += [
+        0.01 * (0.1 + 0.45 * (1 + math.cos(math.pi * (step - 6) / 14))) for step in range(6, 21)
+    ]
+    assert column(metrics, "lr") == pytest.approx(expected, rel=1e-12)
+    assert metrics[-1]["lr"] == pytest.approx(0.001)
+
+
+def test_first_losses_are_those_of_a_loop_written_by_hand(train):
+    """An independent loop: the samples by the sampler, all else from the definition."""
+    metrics = train(*FAST, "--global-batch-size", 8, "--max-grad-norm", 0.5, name="run")
+    args = load_args("--global-batch-size", "8")
+    config = models.load_config("gpt2-tiny")
+    blocks, _ = load_blocks(args, models.load_tokenizer("gpt2-tiny"), 32)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
+    optimizer = torch.optim.AdamW(model.parameters(), betas=(0.8, 0.95), weight_decay=0.1)
+    order = list(ResumableSampler(blocks, num_replicas=1, rank=0, seed=0))
+    for step in range(8):
+        ids = torch.stack([blocks[i]["input_ids"] for i in order[8 * step : 8 * step + 8]])
+        logits = model(ids).logits[:, :-1].log_softmax(-1)
+        loss = -logits.gather(2, ids[:, 1:, None]).mean()
+        optimizer.zero_grad()
+        loss.backward()
+        norm = torch.stack([p.grad.norm() for p in model.parameters()]).norm()
+        assert metrics[step]["loss"] == pytest.approx(loss.item(), rel=1e-5)
+        assert metrics[step]["grad_norm"] == pytest.approx(norm.item(), rel=1e-3)
+        for parameter in model.parameters():
+            parameter.grad *= min(1.0, 0.5 / (norm.item() + 1e-6))
+        for group in optimizer.param_groups:
+            group["lr"] = metrics[step]["lr"]
+        optimizer.step()
+
+
+def load_args(*args: str):
+    argv, sys.argv = sys.argv, ["train_llm.py", *args]
+    try:
+        return load_script(ROOT / SCRIPT).get_args()
+    finally:
+        sys.argv = argv
+
+
+def test_evaluation_counts_every_token_once():
+    config = models.load_config("gpt2-tiny")
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    evaluate = load_script(ROOT / SCRIPT).evaluate
+    tokens = torch.randint(4096, (10, 16)).numpy()
+    blocks = Blocks(tokens, digest="", tokens_per_byte=0.25)
+    ids = torch.from_numpy(tokens)
+    expected = model(ids, labels=ids).loss.item()
+    for batch_size in (1, 3, 4, 10):
+        padded = blocks.pad_to_multiple(2 * batch_size)
+        found = evaluate(model, DataLoader(padded, batch_size=batch_size), blocks.tokens_per_byte)
+        assert found["eval_loss"] == pytest.approx(expected, rel=1e-6)
+        assert found["perplexity"] == pytest.approx(math.exp(expected), rel=1e-5)
+        assert found["bits_per_byte"] == pytest.approx(expected / math.log(2) / 4, rel=1e-6)
+    assert model.training
+
+    # The planted bug: padding that counts, as a sampler does that repeats the first samples.
+    padded = blocks.pad_to_multiple(7)
+    counted = [padded[i] for i in range(len(padded))]
+    for item in counted:
+        item["labels"] = torch.where(item["labels"] == IGNORED, 0, item["labels"])
+    wrong = evaluate(model, DataLoader(counted, batch_size=7), blocks.tokens_per_byte)
+    assert wrong["eval_loss"] != pytest.approx(expected, rel=1e-4)
+
+
+@pytest.mark.parametrize("model", ["gpt2-tiny", "llama-tiny"])
+def test_attention_without_a_mask_is_causal(model):
+    config = models.load_config(model)
+    outputs = {}
+    for attention in (models.causal_attention(config), "eager"):
+        torch.manual_seed(0)
+        network = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+        ids = torch.randint(4096, (2, 64), generator=torch.Generator().manual_seed(1))
+        outputs[attention] = network(ids).logits
+        later = ids.clone()
+        later[:, 40:] = 7
+        changed = network(later).logits
+        assert torch.equal(changed[:, :40], outputs[attention][:, :40]), "sees the future"
+        assert not torch.allclose(changed[:, 40:], outputs[attention][:, 40:])
+    causal, eager = outputs.values()
+    assert torch.allclose(causal, eager, atol=1e-5)
+
+
+def test_a_model_with_another_mask_keeps_it():
+    config = models.load_config("llama-tiny")
+    config.model_type = "mistral"
+    assert models.causal_attention(config) == "sdpa"
+
+
+def test_metrics_and_run_directory(train, tmp_path):
+    metrics = train("-s", 32, "--max-steps", 12, "--log-freq", 5, "--eval-freq", 6)
+    assert column(metrics, "step") == [5, 6, 10, 12]
+    assert set(metrics[0]) == set(metrics[2]) == KEYS
+    assert set(metrics[1]) == EVALUATION_KEYS | {"step"}
+    assert set(metrics[3]) == KEYS | EVALUATION_KEYS
+    for line in (metrics[0], metrics[2], metrics[3]):
+        phases = sum(line[f"time/{phase}"] for phase in ("data", "forward", "backward", "update"))
+        assert 0.5 * line["time/total"] < phases <= line["time/total"]
+        per_step = 24 * 32 / (line["time/total"] / 1000)
+        assert line["tokens_per_s"] == pytest.approx(per_step)
+        assert line["tokens_per_s_per_device"] == line["tokens_per_s"]
+        assert 0.1 < line["peak_mem_gib"] < 20
+    run_dir = tmp_path / "run"
+    names = {path.name for path in run_dir.iterdir()}
+    assert names == {"state.json", "metrics.jsonl", "checkpoints", ".lock"}
+    assert [path.name for path in (run_dir / "checkpoints").iterdir()] == ["step-00000012"]
+
+
+def test_newest_checkpoints_stay(train, tmp_path):
+    train("-s", 16, "--max-steps", 9, "--ckpt-freq", 2, "--keep-checkpoints", 3)
+    kept = sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir())
+    assert kept == ["step-00000006", "step-00000008", "step-00000009"]
+    records = json.loads((tmp_path / "run/state.json").read_text())["checkpoints"]
+    assert [record["step"] for record in records] == [6, 8, 9]
+
+
+def test_bfloat16_weights_train_and_rotary_tables_stay_float32(train):
+    script = load_script(ROOT / SCRIPT)
+    dtypes = {}
+    save = script.save_checkpoint
+
+    def note(run_dir, model, *args: object) -> None:
+        dtypes["parameters"] = {parameter.dtype for parameter in model.parameters()}
+        dtypes["buffers"] = {buffer.dtype for buffer in model.buffers()}
+        save(run_dir, model, *args)
+
+    import conftest
+
+    script.save_checkpoint = note
+    original, conftest.load_script = conftest.load_script, lambda _: script
+    try:
+        metrics = train(*FAST, "-m", "llama-tiny", "--param-dtype", "bfloat16")
+    finally:
+        conftest.load_script = original
+    assert dtypes == {"parameters": {torch.bfloat16}, "buffers": {torch.float32}}
+    assert metrics[-1]["loss"] < metrics[0]["loss"] - 0.3
+
+
+def test_compiled_model_trains_alike(train):
+    eager = train(*FAST, "--global-batch-size", 4, name="eager")
+    compiled = train(*FAST, "--global-batch-size", 4, "--compile", name="compiled")
+    assert column(compiled, "loss") == pytest.approx(column(eager, "loss"), rel=1e-5)
+
+
+def test_log_says_what_matters_and_no_secret(tmp_path):
+    secrets = {"WANDB_API_KEY": "a" * 40, "HF_TOKEN": "hf_secret", "MY_PASSWORD": "hunter2"}
+    done = run_script(SCRIPT, *FAST, "--save-dir", tmp_path, OMP_NUM_THREADS="2", **secrets)
+    assert done.returncode == 0, done.stderr
+    (run_dir,) = tmp_path.iterdir()
+    assert run_dir.name.startswith("gpt2-tiny-python-stdlib-20"), "a name is generated"
+    assert "'OMP_NUM_THREADS': '2'" in done.stderr and "torch 2." in done.stderr
+    assert "8 sequences x 1 device x 3 micro-batches = 24 sequences = 768 tokens" in done.stderr
+    assert f"-e {run_dir.name}" in done.stderr.splitlines()[-1]
+    assert "evaluation: loss " in done.stderr and "bits per byte" in done.stderr
+    written = done.stdout + done.stderr
+    for path in run_dir.rglob("*"):
+        written += path.read_text(errors="replace") if path.is_file() else ""
+    for secret in secrets.values():
+        assert secret not in written
+
+
+def test_the_command_that_goes_on_goes_on(tmp_path):
+    args = (SCRIPT, *FAST, "--save-dir", tmp_path, "--ckpt-freq", 8)
+    done = run_script(*args)
+    command = done.stderr.splitlines()[-1].split("after a stop: ")[1]
+    (run_dir,) = tmp_path.iterdir()
+    for step in (20, 16):
+        path = run_dir / f"checkpoints/step-{step:08d}"
+        if step == 20:
+            path.rename(tmp_path / "newest")
+    again = os.system(f"cd {ROOT} && {command} 2> {tmp_path}/stderr")
+    assert again == 0
+    assert "resumed after step 16 of 20" in (tmp_path / "stderr").read_text()
+    assert column(read_metrics(run_dir), "step") == list(range(1, 21))

@@ -1,0 +1,90 @@
+"""wandb really runs, offline, and what it leaves can be read back."""
+
+import json
+from pathlib import Path
+
+import pytest
+from conftest import run_script
+from wandb.proto import wandb_internal_pb2
+
+SCRIPT = "01-single-gpu/train_llm.py"
+FLAGS = ("-s", 32, "--max-steps", 8, "--log-freq", 2, "--ckpt-freq", 4, "--eval-freq", 4)
+
+
+def read_run_file(path: Path) -> list:
+    """Return the records of a .wandb file.
+
+    It is a LevelDB log (https://github.com/google/leveldb/blob/main/doc/log_format.md) of protocol
+    buffers after 7 bytes of header: blocks of 32 KiB, in which a record may be cut in parts.
+    """
+    content, records, position, record = path.read_bytes(), [], 7, b""
+    while position + 7 <= len(content):
+        left = 2**15 - position % 2**15
+        if left < 7:
+            position += left
+            continue
+        length = int.from_bytes(content[position + 4 : position + 6], "little")
+        kind = content[position + 6]  # 1 full, 2 first, 3 middle, 4 last
+        part = content[position + 7 : position + 7 + length]
+        record = part if kind in (1, 2) else record + part
+        position += 7 + length
+        if kind in (1, 4):
+            records.append(wandb_internal_pb2.Record.FromString(record))
+    return records
+
+
+def read_run(folder: Path) -> tuple[object, dict, list[dict]]:
+    """Return (run, config, history) of the one run in a wandb folder."""
+    (path,) = folder.glob("*.wandb")
+    records = read_run_file(path)
+    run = next(record.run for record in records if record.HasField("run"))
+    config = {item.key: json.loads(item.value_json) for item in run.config.update}
+    history = [
+        {
+            (item.key or "/".join(item.nested_key)): json.loads(item.value_json)
+            for item in record.history.item
+        }
+        for record in records
+        if record.HasField("history")
+    ]
+    return run, config, history
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> tuple[Path, list[Path]]:
+    """A run, and its continuation after its newest checkpoint was deleted."""
+    save_dir = tmp_path_factory.mktemp("wandb")
+    args = (SCRIPT, *FLAGS, "--save-dir", save_dir, "-e", "a-run")
+    empty_home = {"HOME": str(tmp_path_factory.mktemp("home")), "WANDB_MODE": "offline"}
+    assert run_script(*args, **empty_home).returncode == 0
+    first = list((save_dir / "a-run/wandb").glob("offline-run-*"))
+    (save_dir / "a-run/checkpoints/step-00000008").rename(save_dir / "newest")
+    done = run_script(*args, **empty_home)
+    assert done.returncode == 0 and "resumed after step 4" in done.stderr, done.stderr
+    second = [f for f in (save_dir / "a-run/wandb").glob("offline-run-*") if f not in first]
+    return save_dir / "a-run", first + second
+
+
+def test_config_history_and_code_can_be_read(runs):
+    run_dir, folders = runs
+    run, config, history = read_run(folders[0])
+    assert (run.run_id, run.display_name, run.project) == ("a-run", "a-run", "one-diff-at-a-time")
+    assert config["seq_length"] == 32 and config["model_name"] == "gpt2-tiny"
+    assert config["lr"] == 1 / 128, "the value that the argument led to"
+    assert [line["_step"] for line in history] == [2, 4, 6, 8]
+    assert {"loss", "eval_loss", "perplexity", "time/forward", "tokens_per_s"} <= set(history[1])
+    assert "mfu" not in history[0], "unknown on a CPU"
+    code = list(folders[0].glob("files/code/**/train_llm.py"))
+    assert len(code) == 1 and "# --- train ---" in code[0].read_text()
+
+
+def test_resumed_run_has_the_same_id(runs):
+    run_dir, folders = runs
+    assert len(folders) == 2
+    run, _, history = read_run(folders[1])
+    assert run.run_id == "a-run"
+    assert [line["_step"] for line in history] == [6, 8]
+    _, _, before = read_run(folders[0])
+    assert [line["loss"] for line in history] == [line["loss"] for line in before[2:]]
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [2, 4, 6, 8]
