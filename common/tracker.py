@@ -97,6 +97,8 @@ def _keep_steps(path: Path, last: int) -> None:
 
 
 def _start_wandb(run_dir: Path, config: dict, resumed: bool):
+    # Offline means offline: left alone, wandb sends its own telemetry in that mode too.
+    os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
     import wandb
 
     mode = os.environ.get("WANDB_MODE")

@@ -66,7 +66,7 @@ def runs(tmp_path_factory) -> tuple[Path, list[Path]]:
 
 
 def test_config_history_and_code_can_be_read(runs):
-    run_dir, folders = runs
+    _, folders = runs
     run, config, history = read_run(folders[0])
     assert (run.run_id, run.display_name, run.project) == ("a-run", "a-run", "one-diff-at-a-time")
     assert config["seq_length"] == 32 and config["model_name"] == "gpt2-tiny"

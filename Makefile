@@ -1,0 +1,39 @@
+# Each target is one line that you could type; README.md spells them out.
+PYTHON ?= python3
+BIN := .venv/bin
+
+.PHONY: train test test-all lint format clean
+
+train: .venv/.train  ## train chapter 1 on the built-in corpus: make train ARGS="-e my-run"
+	$(BIN)/python 01-single-gpu/train_llm.py $(ARGS)
+
+test: lint  ## lint, then all tests that this machine can run, less the slow ones
+	$(BIN)/python -m pytest -m "not slow"
+
+test-all: lint  ## the slow ones too
+	$(BIN)/python -m pytest
+
+lint: .venv/.test
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/codespell
+	git ls-files '*.sh' '.ci/run' | xargs $(BIN)/shellcheck
+
+format: .venv/.test
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+.venv/bin/python:
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed: make PYTHON=python3.12 train" >&2; exit 2; }
+	$(PYTHON) -m venv .venv
+
+.venv/.train: .venv/bin/python requirements.txt pyproject.toml
+	$(BIN)/python -m pip install --quiet --constraint requirements.txt --editable .
+	@touch $@
+
+.venv/.test: .venv/bin/python requirements.txt pyproject.toml
+	$(BIN)/python -m pip install --quiet --constraint requirements.txt --editable '.[test]'
+	@touch $@ .venv/.train
+
+clean:
+	rm -rf .venv
