@@ -1,9 +1,15 @@
 """What chapter 1 computes and what it leaves behind."""
 
+import fcntl
 import json
 import math
 import os
+import pty
+import re
+import struct
+import subprocess
 import sys
+import termios
 
 import pytest
 import torch
@@ -247,3 +253,22 @@ def test_the_command_that_goes_on_goes_on(tmp_path):
     assert again == 0
     assert "resumed after step 16 of 20" in (tmp_path / "stderr").read_text()
     assert column(read_metrics(run_dir), "step") == list(range(1, 21))
+
+
+def test_a_terminal_gets_a_progress_bar(tmp_path):
+    """With loss and tokens/s; a file, as in every other test, gets none."""
+    terminal, end = pty.openpty()
+    fcntl.ioctl(end, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
+    args = (SCRIPT, *FAST, "--save-dir", tmp_path, "-e", "run")
+    command = [sys.executable, *map(str, args)]
+    process = subprocess.Popen(command, cwd=ROOT, stderr=end)
+    os.close(end)
+    shown = b""
+    while True:
+        try:
+            shown += os.read(terminal, 2**16)
+        except OSError:  # how Linux says that the other end is closed
+            break
+    assert process.wait() == 0
+    os.close(terminal)
+    assert re.search(r"100%\|.*\| 20/20 .*loss \d\.\d{4}, [\d,]+ tokens/s", shown.decode())
