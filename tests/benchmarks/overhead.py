@@ -24,7 +24,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers import AutoModelForCausalLM
 
 from common.data import load_blocks, split_batch
-from common.models import load_config, load_tokenizer
+from common.models import causal_attention, load_config, load_tokenizer
 
 REPOSITORY = Path(__file__).parents[2]
 WARM_UP = 2  # pairs of segments that are not counted: compilation, first allocations, caches
@@ -42,7 +42,9 @@ class BareLoop:
             torch.stack([blocks[i * size + j]["input_ids"] for j in range(size)]) for i in range(24)
         ]
         self.batches = [batch.pin_memory() if device.type == "cuda" else batch for batch in ids]
-        self.model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+        self.model = AutoModelForCausalLM.from_config(
+            config, attn_implementation=causal_attention(config), dtype=torch.float32
+        )
         self.model.to(device=device, dtype=getattr(torch, args.param_dtype)).train()
         if args.compile:
             self.model.compile()
