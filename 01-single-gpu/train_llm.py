@@ -64,6 +64,7 @@ def main() -> None:
     args = get_args()
 
     # --- setup ---
+    # One process per device: rank is the number of this one, world_size how many there are.
     rank = 0
     world_size = 1
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -77,7 +78,7 @@ def main() -> None:
     logger.info(cli.describe_run(args, device))
 
     # --- model ---
-    config = models.load_config(args.model_name)
+    config = models.load_config(args.model_name)  # sizes, no weights yet
     tokenizer = models.load_tokenizer(args.tokenizer_name or args.model_name)
     seq_length = models.check_sizes(config, tokenizer, args.seq_length)
     # Drawn on the CPU in float32, so that every kind of device starts from the same weights.
@@ -87,31 +88,29 @@ def main() -> None:
     else:
         model = AutoModelForCausalLM.from_config(
             config,
-            attn_implementation=models.causal_attention(config),
+            attn_implementation=models.causal_attention(config),  # no mask in memory
             dtype=torch.float32,
         )
     for parameter in model.parameters():  # not the buffers: rotary tables need float32
         parameter.data = parameter.data.to(getattr(torch, args.param_dtype))
-    model.to(device)
+    model.to(device)  # before there is an optimizer: it holds on to the parameters it gets
     if args.compile:
         model.compile()  # in place: a wrapper would rename the parameters
 
     # --- data ---
+    # Tokenized once, then read from a cache; processes that come meanwhile wait for a file lock.
     train_data, eval_data = load_blocks(args, tokenizer, seq_length)
+    # The global batch is fixed. What does not fit on the devices at once is accumulated.
     micro_batch_size, accumulation = split_batch(args, world_size, len(train_data))
-    sampler = ResumableSampler(
-        train_data,
-        num_replicas=world_size,
-        rank=rank,
-        seed=args.seed,
-    )
+    # A permutation drawn from seed + epoch alone, of which every rank takes its share.
+    sampler = ResumableSampler(train_data, num_replicas=world_size, rank=rank, seed=args.seed)
     dataloader = DataLoader(
         train_data,
         batch_size=micro_batch_size,
         sampler=sampler,
-        drop_last=True,
+        drop_last=True,  # steps of equal size, so that the mean of their losses is a mean
         num_workers=args.num_workers,
-        pin_memory=device.type == "cuda",
+        pin_memory=device.type == "cuda",  # a copy to the GPU then runs beside its work
         # Its own: every start of an epoch draws from it, and a resumed run starts once more.
         generator=torch.Generator(),
     )
@@ -124,7 +123,6 @@ def main() -> None:
     )
     steps_per_epoch = len(train_data) // args.global_batch_size
     total_steps = args.max_steps or max(1, round(args.num_epochs * steps_per_epoch))
-    tokens_per_step = args.global_batch_size * seq_length
 
     # --- optimizer ---
     # The best rate falls with the width of the model, roughly as its inverse.
@@ -132,9 +130,9 @@ def main() -> None:
     optimizer = torch.optim.AdamW(
         model.parameters(),
         lr=lr,
-        betas=(0.8, 0.95),
+        betas=(0.8, 0.95),  # shorter memories than usual: this run is short, its batches small
         weight_decay=args.weight_decay,
-        fused=True,
+        fused=True,  # one kernel for many parameters, instead of several for each
     )
 
     def lr_factor(step: int) -> float:
@@ -151,7 +149,9 @@ def main() -> None:
     run_dir = make_run_dir(args.save_dir, experiment_name)
     logger.info(f"the run's folder is {run_dir}; {cli.how_to_go_on(experiment_name)}")
     set_seed(args.seed + rank)  # for dropout: Python, NumPy and PyTorch
+    # With the weights, the moments and the schedule: all that the next step depends on.
     state = {"step": 0, "logged_step": 0, "running_loss": torch.zeros((), device=device)}
+    # What may not change while a run goes on; the batch size of a device, say, may.
     training = describe_training(args, model, train_data, seq_length, lr, total_steps)
     checkpoint = find_checkpoint(run_dir, training)
     if checkpoint is not None:
@@ -168,13 +168,13 @@ def main() -> None:
     token_flops = flops_per_token(model, config, seq_length)
     timers = PhaseTimers(device)
     batches = None
-    model.train()
+    model.train()  # dropout on, where a model has it
     while state["step"] < total_steps:
         epoch, epoch_step = divmod(state["step"], steps_per_epoch)
         if batches is None or epoch_step == 0:
+            # Another order each epoch; after a stop, from the first sample not trained on.
             sampler.set_epoch(epoch, start=epoch_step * micro_batch_size * accumulation)
             batches = iter(dataloader)
-
         for _ in range(accumulation):
             with timers("data"):
                 batch = next(batches)
@@ -185,18 +185,19 @@ def main() -> None:
             with timers("backward"):
                 loss.backward()  # adds to the gradients of the micro-batches before
             state["running_loss"] += loss.detach()  # stays on the device: .item() would wait for it
-
         with timers("update"):
+            # One bad batch must not throw the weights far off. Returns the norm before clipping.
             grad_norm = nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
             optimizer.step()
-            step_lr = lr_scheduler.get_last_lr()[0]
+            step_lr = lr_scheduler.get_last_lr()[0]  # what this step used
             lr_scheduler.step()
-            optimizer.zero_grad(set_to_none=True)
+            optimizer.zero_grad(set_to_none=True)  # frees them until the next backward pass
         state["step"] += 1
         progress_bar.update()
 
         last = state["step"] == total_steps
         metrics = {"step": state["step"]}
+        # The only steps in which the host waits for the device: .item() reads its memory.
         if state["step"] % args.log_freq == 0 or last:
             metrics |= {
                 "epoch": epoch,
@@ -205,7 +206,7 @@ def main() -> None:
                 "loss": state["running_loss"].item() / (state["step"] - state["logged_step"]),
                 "lr": step_lr,
                 "grad_norm": grad_norm.item(),
-                **timers.read(tokens_per_step, world_size, token_flops),
+                **timers.read(args.global_batch_size * seq_length, world_size, token_flops),
             }
             state["logged_step"] = state["step"]
             state["running_loss"].zero_()
@@ -216,7 +217,7 @@ def main() -> None:
             tracker.log(state["step"], metrics)
             cli.show_metrics(logger, progress_bar, metrics)
         if state["step"] % args.ckpt_freq == 0 or last:
-            with timers("save"):
+            with timers("save"):  # a kill in here leaves the checkpoint before it in force
                 save_checkpoint(
                     run_dir, model, optimizer, lr_scheduler, state, training, args.keep_checkpoints
                 )
@@ -229,7 +230,7 @@ def main() -> None:
 @torch.no_grad()
 def evaluate(model: nn.Module, dataloader: DataLoader, tokens_per_byte: float) -> dict[str, float]:
     """Return the mean loss in nats per token, perplexity and bits per byte; counts tokens once."""
-    model.eval()
+    model.eval()  # no dropout
     total = torch.zeros(2, dtype=torch.float64, device=model.device)  # sum of losses, of tokens
     for batch in dataloader:
         batch = {key: t.to(model.device, non_blocking=True) for key, t in batch.items()}
@@ -241,7 +242,7 @@ def evaluate(model: nn.Module, dataloader: DataLoader, tokens_per_byte: float) -
     return {
         "eval_loss": loss,
         "perplexity": math.exp(loss),
-        "bits_per_byte": loss / math.log(2) * tokens_per_byte,
+        "bits_per_byte": loss / math.log(2) * tokens_per_byte,  # compares any two vocabularies
     }
 
 

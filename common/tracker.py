@@ -61,7 +61,7 @@ class Tracker:
         _keep_steps(path, step)
         self._file = path.open("a", encoding="utf-8")
         if os.environ.get("WANDB_MODE") != "disabled":
-            self._wandb = _start_wandb(run_dir, config, resumed=step > 0)
+            self._wandb = _start_wandb(run_dir, config)
 
     def log(self, step: int, metrics: dict[str, float | None]) -> None:
         """Add the metrics of a step, one line; a kill of the process no longer loses it."""
@@ -96,7 +96,7 @@ def _keep_steps(path: Path, last: int) -> None:
     temporary.replace(path)
 
 
-def _start_wandb(run_dir: Path, config: dict, resumed: bool):
+def _start_wandb(run_dir: Path, config: dict):
     # Offline means offline: left alone, wandb sends its own telemetry in that mode too.
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
     import wandb
@@ -109,7 +109,7 @@ def _start_wandb(run_dir: Path, config: dict, resumed: bool):
         dir=run_dir,
         name=run_dir.name,
         id=run_dir.name,
-        resume="must" if resumed else "allow",
+        resume="allow",  # a run of this id if there is one, offline or online
         mode=mode,
         config=config,
         save_code=True,
