@@ -223,8 +223,8 @@ def main() -> None:
                 )
     progress_bar.close()
     tracker.finish()
-    text = models.sample_text(model, tokenizer, args.dataset_name, seq_length, args.seed)
-    logger.info(cli.describe_end(run_dir, metrics, text))
+    sample = models.sample_text(model, tokenizer, args.dataset_name, seq_length, args.seed)
+    logger.info(cli.describe_end(run_dir, metrics, *sample))
 
 
 @torch.no_grad()

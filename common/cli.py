@@ -152,10 +152,10 @@ def show_metrics(logger: logging.Logger, bar: tqdm.tqdm, metrics: dict[str, floa
     bar.set_postfix_str(", ".join(shown[key] for key in ("loss", "tokens_per_s") if key in shown))
 
 
-def describe_end(run_dir: Path, metrics: dict[str, float], text: str) -> str:
+def describe_end(run_dir: Path, metrics: dict[str, float], prompt: str, text: str) -> str:
     """Return the lines that end a run: evaluation, sample, folder, and the command to go on."""
     return (
-        f"a sample of the model:\n\n{text}\n\n"
+        f"a sample of the model, after the prompt {prompt!r}:\n\n{text}\n\n"
         f"evaluation: loss {metrics['eval_loss']:.4f}, perplexity {metrics['perplexity']:.2f}, "
         f"{metrics['bits_per_byte']:.3f} bits per byte\n"
         f"the run's folder: {run_dir}\n{_how_to_go_on}"

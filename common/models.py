@@ -166,20 +166,20 @@ def sample_text(
     dataset_name: str,
     length: int,
     seed: int,
-) -> str:
-    """Return a text of at most `length` tokens, 256 at most, that the model goes on from a prompt.
+) -> tuple[str, str]:
+    """Return a prompt, and it with what the model goes on with, up to `length` or 256 tokens.
 
     The prompt is the end-of-text token, after which a document begins; for the built-in corpus,
     most of whose documents begin with many lines of comment, it is the start of a method.
     """
     torch.manual_seed(seed)
-    text = PROMPTS.get(dataset_name, tokenizer.eos_token)
-    prompt = tokenizer(text, add_special_tokens=False, return_tensors="pt").to(model.device)
+    prompt = PROMPTS.get(dataset_name, tokenizer.eos_token)
+    encoded = tokenizer(prompt, add_special_tokens=False, return_tensors="pt").to(model.device)
     model.eval()
     with torch.compiler.set_stance("force_eager"):  # every length would be compiled anew
         tokens = model.generate(
-            prompt["input_ids"],
-            attention_mask=prompt["attention_mask"],
+            encoded["input_ids"],
+            attention_mask=encoded["attention_mask"],
             max_length=min(length, 256),
             do_sample=True,
             temperature=0.7,
@@ -187,7 +187,7 @@ def sample_text(
             use_cache=True,
             pad_token_id=tokenizer.eos_token_id,
         )
-    return tokenizer.decode(tokens[0], skip_special_tokens=True)
+    return prompt, tokenizer.decode(tokens[0], skip_special_tokens=True)
 
 
 def _first_line(error: Exception) -> str:

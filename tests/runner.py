@@ -10,6 +10,7 @@ import random
 import shutil
 import signal
 import sys
+import time
 from pathlib import Path
 
 import torch
@@ -44,11 +45,13 @@ def _child(
     chapter: str = "01-single-gpu",
     samples_file: str | None = None,
     stderr_file: str | None = None,
+    pause: float = 0.0,
     kill_after_steps: int | None = None,
     kill_in_save: tuple[int, str] | None = None,
     file_size_limit: int | None = None,
 ) -> None:
     """samples_file: gets the indices of every optimizer step's samples, a JSON list a line.
+    pause: seconds to sleep after every optimizer step, for a test that must hit the run.
     kill_after_steps: SIGKILL after so many optimizer steps of this process.
     kill_in_save: (n, stage): SIGKILL at this stage of the n-th save of this process.
     file_size_limit: bytes that a file may have, as if the disk were full beyond.
@@ -59,6 +62,8 @@ def _child(
     random.seed(12345)  # the state a run must not depend on
     if samples_file:
         _note_samples(Path(samples_file))
+    if pause:
+        register_optimizer_step_post_hook(lambda *_: time.sleep(pause))
     if kill_after_steps:
         _after_steps(kill_after_steps, _kill)
     if kill_in_save:

@@ -36,7 +36,9 @@ def cut_off(tmp_path):
     (tmp_path / "hooks").mkdir()
     (tmp_path / "hooks/sitecustomize.py").write_text(NOTE_CONNECTIONS)
     connections = tmp_path / "connections"
-    environment = {k: v for k, v in os.environ.items() if k not in ("WANDB_MODE", "HF_HOME")}
+    # HF_HUB_OFFLINE is what a test before this one may have found out in this process.
+    unset = ("WANDB_MODE", "HF_HOME", "HF_HUB_OFFLINE")
+    environment = {key: value for key, value in os.environ.items() if key not in unset}
     environment |= {
         "PYTHONPATH": str(tmp_path / "hooks"),
         "CONNECTIONS_FILE": str(connections),

@@ -111,12 +111,12 @@ def assert_same_tensors(expected: object, found: object, key: str = "") -> None:
 
 
 def test_after_ctrl_c(straight, runs, tmp_path):
-    process = runs.start("stopped", stderr_file=str(tmp_path / "stderr"))
+    process = runs.start("stopped", stderr_file=str(tmp_path / "stderr"), pause=0.05)
     deadline = time.monotonic() + 120
     metrics = tmp_path / "stopped/metrics.jsonl"
     while not (metrics.exists() and len(metrics.read_text().splitlines()) > 6):
         assert time.monotonic() < deadline and process.is_alive()
-        time.sleep(0.002)
+        time.sleep(0.01)
     os.kill(process.pid, signal.SIGINT)
     assert finish(process) == 130
     message = (tmp_path / "stderr").read_text().splitlines()[-1]
