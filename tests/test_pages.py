@@ -220,4 +220,4 @@ def test_quoted_messages_are_real():
     literal = re.sub(r'"\s*f?"', "", sources)
     for message in quoted:
         words = re.findall(r"[\w'-]+", message)
-        assert any(" ".join(words[i : i + 4]) in literal for i in range(len(words))), message
+        assert any(" ".join(words[i : i + 3]) in literal for i in range(len(words) - 2)), message
