@@ -75,6 +75,17 @@ def test_defaults_reach_for_nothing(cut_off, tmp_path):
     assert list((tmp_path / "outputs/run/wandb").glob("offline-run-*")), "wandb ran, offline"
 
 
+def test_make_train_reaches_for_nothing(cut_off, tmp_path):
+    if not (ROOT / ".venv/.train").exists():
+        pytest.skip("needs the environment that `make train` sets up")
+    done, tried = cut_off(
+        "make", "train", f"ARGS=--save-dir {tmp_path}/outputs -e run --max-steps 2"
+    )
+    assert done.returncode == 0, done.stderr
+    assert tried <= LOCAL, tried
+    assert read_metrics(tmp_path / "outputs/run")[-1]["step"] == 2
+
+
 def test_the_hub_out_of_reach_is_said_at_once(cut_off, tmp_path):
     """The one try, and nothing after it: the libraries alone would try again for 20 s."""
     done, tried = cut_off(

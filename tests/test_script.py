@@ -2,10 +2,11 @@
 
 import argparse
 import re
+import subprocess
 import sys
 
 import pytest
-from conftest import CHAPTERS, ROOT, load_script
+from conftest import CHAPTERS, ROOT, load_script, read_metrics
 
 SECTIONS = ["setup", "model", "data", "optimizer", "resume", "train"]
 FLAGS = {
@@ -79,6 +80,14 @@ def test_flags_and_their_help(chapter, monkeypatch):
     by_flag = parsers[0]._option_string_actions
     for letter, name in {**SHORT, "b": "batch_size"}.items():
         assert by_flag[f"-{letter}"].dest == name
+
+
+def test_launch_file_works_from_anywhere(chapter, tmp_path):
+    launch = ROOT / chapter / "launch.sh"
+    command = ["bash", str(launch), "--max-steps", "1", "--save-dir", str(tmp_path), "-e", "run"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert read_metrics(tmp_path / "run")[-1]["step"] == 1
 
 
 def test_common_modules_are_small_and_quiet():
