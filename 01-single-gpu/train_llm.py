@@ -19,6 +19,7 @@ from common.checkpoint import load_checkpoint, save_checkpoint
 from common.cli import at_least
 from common.data import ResumableSampler, describe_batch, load_blocks, split_batch
 from common.record import describe_training, find_checkpoint
+from common.sample import sample_text
 from common.timers import PhaseTimers, flops_per_token
 from common.tracker import Tracker, make_run_dir
 
@@ -30,7 +31,7 @@ def get_args() -> argparse.Namespace:
     add = parser.add_argument_group("run").add_argument
     add("-e", "--experiment-name", help="name of the run; generated if absent")
     add("--save-dir", default="outputs", help="folder that holds the runs' folders")
-    add("--seed", default=0, type=int, help="of the weights, the order, the dropout")
+    add("--seed", default=0, type=at_least(0), help="of the weights, the order, the dropout")
     add = parser.add_argument_group("data").add_argument
     add("-d", "--dataset-name", default="python-stdlib", help="preset, file, folder or hub id")
     add("--dataset-subset", help="configuration of a hub data set")
@@ -49,7 +50,7 @@ def get_args() -> argparse.Namespace:
     add("--lr", type=at_least(0.0), help="peak rate (if absent: 1 / model width)")
     add("--warmup-steps", default=100, type=at_least(0), help="steps of linear warm-up")
     add("--weight-decay", default=0.1, type=at_least(0.0), help="per step, times the rate")
-    add("--max-grad-norm", default=1.0, type=at_least(0.0), help="clip above; inf: never")
+    add("--max-grad-norm", default=1.0, type=cli.above_zero, help="clip above; inf: never")
     add("--num-epochs", default=0.6, type=at_least(0.0), help="passes over the data, or a part")
     add("--max-steps", type=at_least(1), help="steps in all, instead of epochs")
     add = parser.add_argument_group("every N steps").add_argument
@@ -74,7 +75,7 @@ def main() -> None:
         handlers=[cli.ProgressHandler()],
     )
     # Products of float32 matrices in TF32 where a GPU has it: float32's range, 3 decimal digits.
-    torch.set_float32_matmul_precision("high")
+    torch.set_float32_matmul_precision("high" if device.type == "cuda" else "highest")
     logger.info(cli.describe_run(args, device))
 
     # --- model ---
@@ -146,7 +147,7 @@ def main() -> None:
 
     # --- resume ---
     experiment_name = args.experiment_name or cli.new_experiment_name(args)
-    run_dir = make_run_dir(args.save_dir, experiment_name)
+    run_dir = make_run_dir(args.save_dir, experiment_name, rank)
     logger.info(f"the run's folder is {run_dir}; {cli.how_to_go_on(experiment_name)}")
     set_seed(args.seed + rank)  # for dropout: Python, NumPy and PyTorch
     # With the weights, the moments and the schedule: all that the next step depends on.
@@ -194,7 +195,6 @@ def main() -> None:
             optimizer.zero_grad(set_to_none=True)  # frees them until the next backward pass
         state["step"] += 1
         progress_bar.update()
-
         last = state["step"] == total_steps
         metrics = {"step": state["step"]}
         # The only steps in which the host waits for the device: .item() reads its memory.
@@ -223,7 +223,7 @@ def main() -> None:
                 )
     progress_bar.close()
     tracker.finish()
-    sample = models.sample_text(model, tokenizer, args.dataset_name, seq_length, args.seed)
+    sample = sample_text(model, tokenizer, args.dataset_name, seq_length, args.seed)
     logger.info(cli.describe_end(run_dir, metrics, *sample))
 
 
@@ -234,15 +234,15 @@ def evaluate(model: nn.Module, dataloader: DataLoader, tokens_per_byte: float) -
     total = torch.zeros(2, dtype=torch.float64, device=model.device)  # sum of losses, of tokens
     for batch in dataloader:
         batch = {key: t.to(model.device, non_blocking=True) for key, t in batch.items()}
-        # The model divides the sum of its losses by num_items_in_batch.
-        loss_sum = model(**batch, num_items_in_batch=1).loss
-        total += torch.stack((loss_sum, (batch["labels"][:, 1:] != -100).sum()))
+        n_tokens = (batch["labels"][:, 1:] != -100).sum()
+        loss_sum = torch.where(n_tokens > 0, model(**batch).loss * n_tokens, 0)  # no 0 / 0
+        total += torch.stack((loss_sum, n_tokens))
     model.train()
-    loss = (total[0] / total[1]).item()
+    loss = total[0] / total[1]
     return {
-        "eval_loss": loss,
-        "perplexity": math.exp(loss),
-        "bits_per_byte": loss / math.log(2) * tokens_per_byte,  # compares any two vocabularies
+        "eval_loss": loss.item(),
+        "perplexity": loss.exp().item(),
+        "bits_per_byte": loss.item() / math.log(2) * tokens_per_byte,  # for any vocabulary
     }
 
 

@@ -3,6 +3,8 @@
 import random
 import shutil
 import warnings
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import numpy as np
@@ -17,10 +19,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from common.cli import InputError
-from common.record import commit_checkpoint, measure_file
-
-# Chapter 1 has no process group, and says so to each call.
-warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+from common.record import commit_checkpoint, gather, measure_file, rank_and_world_size
 
 
 def save_checkpoint(
@@ -41,7 +40,7 @@ def save_checkpoint(
     state.json replaced: whenever the process is killed, the last complete checkpoint still loads.
     Raises InputError if it cannot be written (a full disk); what was there before is kept.
     """
-    rank, world_size = _rank_and_world_size()
+    rank, world_size = rank_and_world_size()
     path = Path("checkpoints") / f"step-{state['step']:08d}"
     unfinished = run_dir / "checkpoints" / f".unfinished-{path.name}"
     if rank == 0:
@@ -49,10 +48,14 @@ def save_checkpoint(
     _barrier()
     content = _content(model, optimizer, lr_scheduler, state, rank)
     try:
-        dcp.save(content, checkpoint_id=unfinished, no_dist=world_size == 1)
-        files = sorted(entry for entry in unfinished.iterdir())
-        sums = _gather({file.name: measure_file(file) for file in files[rank::world_size]})
+        with _quiet():
+            dcp.save(content, checkpoint_id=unfinished, no_dist=world_size == 1)
+        own = [*unfinished.glob(f"__{rank}_*"), *([unfinished / ".metadata"] if rank == 0 else [])]
+        sums = gather({file.name: measure_file(file) for file in own})
         if rank == 0:
+            metadata = dcp.FileSystemReader(unfinished).read_metadata()
+            missing = {part.relative_path for part in metadata.storage_data.values()} - set(sums)
+            assert not missing, f"written but not seen, is the file system shared? {missing}"
             commit_checkpoint(run_dir, path, unfinished, state["step"], training, sums, keep)
     except (CheckpointException, OSError) as error:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -75,15 +78,23 @@ def load_checkpoint(
 
     A rank that the saving run did not have keeps the random state that it has.
     """
-    rank, world_size = _rank_and_world_size()
+    rank, world_size = rank_and_world_size()
     content = _content(model, optimizer, lr_scheduler, state, rank)
     try:
-        dcp.load(
-            content,
-            checkpoint_id=checkpoint,
-            planner=DefaultLoadPlanner(allow_partial_load=True),
-            no_dist=world_size == 1,
-        )
+        # Partial, since a new rank has no random state in it: nothing else may be missing.
+        saved = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+        wanted = {f"model.{name}" for name in content["model"]}
+        for name, moments in content["optimizer"]["state"].items():
+            wanted |= {f"optimizer.state.{name}.{key}" for key in moments}
+        if missing := sorted(wanted - saved.keys()):
+            raise InputError(f"The checkpoint {checkpoint} does not hold {missing[0]}.")
+        with _quiet():
+            dcp.load(
+                content,
+                checkpoint_id=checkpoint,
+                planner=DefaultLoadPlanner(allow_partial_load=True),
+                no_dist=world_size == 1,
+            )
     except (CheckpointException, OSError) as error:
         raise InputError(f"The checkpoint {checkpoint} cannot be read: {_cause(error)}.") from error
     set_state_dict(
@@ -111,29 +122,24 @@ def _content(
     }
 
 
-def _rank_and_world_size() -> tuple[int, int]:
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-
-
 def _barrier() -> None:
     if dist.is_initialized():
         dist.barrier()
 
 
-def _gather(part: dict) -> dict:
-    """Return the union of all ranks' dictionaries."""
-    if not dist.is_initialized():
-        return part
-    parts = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, part)
-    return {key: value for each in parts for key, value in sorted(each.items())}
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Leave out the warning that there is no process group: chapter 1 has none."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
+        yield
 
 
 def _cause(error: BaseException) -> str:
-    """Return the reason in one line.
+    """Return the operating system's reason in one line; raise what is no error of writing.
 
-    CheckpointException holds an error for each rank, and a full disk ends in a RuntimeError of the
-    writer of PyTorch's files, with the operating system's error somewhere in its context.
+    CheckpointException holds an exception for each rank, Ctrl-C among them. A full disk is a
+    RuntimeError of the writer of PyTorch's files, with the real error in its context.
     """
     if isinstance(error, CheckpointException):
         error = next(iter(error.failures.values()))[0]
@@ -142,7 +148,7 @@ def _cause(error: BaseException) -> str:
         if isinstance(link, OSError) and link.strerror:
             return link.strerror
         link = link.__cause__ or link.__context__
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    raise error
 
 
 def _get_rng_state() -> dict[str, object]:

@@ -55,19 +55,30 @@ class ArgumentParser(argparse.ArgumentParser):
 
 
 def at_least(low: int | float) -> Callable[[str], int | float]:
-    """Return an argparse type: a number of the type of `low`, finite or `inf`, not below it."""
+    """Return an argparse type: a finite number of the type of `low`, from it up to 2^31."""
 
     def convert(text: str) -> int | float:
         try:
             value = type(low)(text)
         except ValueError:
             value = float("nan")
-        if not value >= low:
+        if not low <= value <= 2**31:
             kind = "whole number" if isinstance(low, int) else "number"
-            raise argparse.ArgumentTypeError(f"{text!r} is not a {kind} of at least {low}")
+            raise argparse.ArgumentTypeError(f"{text!r} is not a {kind} from {low} to {2**31}")
         return value
 
     return convert
+
+
+def above_zero(text: str) -> float:
+    """An argparse type: a number above zero; `inf` is one."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = float("nan")
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
+    return value
 
 
 def run(main: Callable[[], None]) -> NoReturn:
@@ -102,10 +113,10 @@ def new_experiment_name(args: argparse.Namespace) -> str:
     """Return a name no run has yet: model, data set, time. Ranks must agree on rank 0's."""
     parts = (
         Path(args.model_name).name,
-        Path(args.dataset_name).name,
+        Path(args.dataset_name).stem,
         time.strftime("%Y%m%d-%H%M%S"),
     )
-    return "-".join(parts)
+    return re.sub(r"[^\w.-]+", "-", "-".join(parts))
 
 
 def how_to_go_on(experiment_name: str) -> str:

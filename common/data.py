@@ -9,6 +9,7 @@ import time
 from collections.abc import Iterator
 from itertools import islice
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -41,6 +42,13 @@ class Blocks(Dataset):
         self.tokens, self.digest, self.tokens_per_byte = tokens, digest, tokens_per_byte
         self.padding = 0
 
+    def __reduce__(self) -> tuple:
+        """Pickle a mapped file by its name: a worker maps it, and does not get a copy."""
+        tokens = self.tokens
+        if isinstance(tokens, np.memmap):
+            tokens = _MappedFile(tokens.filename, tokens.dtype.str, tokens.shape)
+        return _restore_blocks, (tokens, self.digest, self.tokens_per_byte, self.padding)
+
     def pad_to_multiple(self, multiple: int) -> "Blocks":
         """Append blocks whose labels are all ignored, until the length divides by `multiple`."""
         padded = Blocks(self.tokens, self.digest, self.tokens_per_byte)
@@ -56,6 +64,25 @@ class Blocks(Dataset):
             return {"input_ids": input_ids, "labels": torch.full_like(input_ids, IGNORED)}
         input_ids = torch.from_numpy(self.tokens[index].astype(np.int64))
         return {"input_ids": input_ids, "labels": input_ids}
+
+
+class _MappedFile(NamedTuple):
+    path: Path
+    dtype: str
+    shape: tuple[int, int]
+
+    def open(self) -> np.memmap:
+        return np.memmap(self.path, self.dtype, mode="r", shape=self.shape)
+
+
+def _restore_blocks(
+    tokens: np.ndarray | _MappedFile, digest: str, tokens_per_byte: float, padding: int
+) -> Blocks:
+    blocks = Blocks(
+        tokens.open() if isinstance(tokens, _MappedFile) else tokens, digest, tokens_per_byte
+    )
+    blocks.padding = padding
+    return blocks
 
 
 class ResumableSampler(DistributedSampler):
@@ -132,7 +159,12 @@ def load_blocks(
     key = repr((CACHE_VERSION, source.fingerprint, encoding, seq_length))
     cache = Path(constants.HF_HOME) / "packed-blocks"
     folder = cache / hashlib.sha256(key.encode()).hexdigest()[:32]
-    cache.mkdir(parents=True, exist_ok=True)
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise InputError(
+            f"Cannot write to the cache {cache} ({error.strerror}): set HF_HOME to another folder."
+        ) from error
     with FileLock(f"{folder}.lock"):
         if not folder.exists():
             start = time.perf_counter()
@@ -159,7 +191,6 @@ def _read_blocks(path: Path, seq_length: int) -> Blocks:
     n_blocks = facts["tokens"] // seq_length
     tokens = np.zeros((0, seq_length), dtype=facts["dtype"])
     if n_blocks:
-        tokens = np.memmap(
-            path.with_suffix(".bin"), facts["dtype"], mode="r", shape=(n_blocks, seq_length)
-        )
+        shape = (n_blocks, seq_length)
+        tokens = _MappedFile(path.with_suffix(".bin"), facts["dtype"], shape).open()
     return Blocks(tokens, facts["digest"], facts["tokens"] / max(1, facts["bytes"]))

@@ -9,6 +9,7 @@ import torch
 import transformers
 from huggingface_hub import constants
 from transformers import (
+    MODEL_FOR_CAUSAL_LM_MAPPING,
     AttentionInterface,
     AutoConfig,
     AutoModelForCausalLM,
@@ -21,15 +22,9 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from common.cli import InputError
 
-transformers.logging.set_verbosity_error()  # its warnings are about settings this guide chose
-
-# transformers draws a mask for padding, for packed documents and for sliding windows. To learn that
-# none is needed it waits for the GPU in every step, and a compiled model of transformers 5.17 keeps
-# the mask: 13% slower. An attention that it knows no mask for gets none, and is causal by itself.
-AttentionInterface.register("causal_sdpa", sdpa_attention_forward)
 PLAIN_CAUSAL_MODELS = ("gpt2", "llama")
-
-PROMPTS = {"python-stdlib": "    def"}
+# Causal although their configurations, which can also be those of encoders, do not say so.
+CAUSAL_WITHOUT_SAYING = ("gpt_neox", "gpt_neox_japanese")
 
 PRESETS = Path(__file__).parent / "presets"
 PRESET_NAMES = tuple(sorted(path.parent.name for path in PRESETS.glob("*/config.json")))
@@ -77,23 +72,42 @@ def resolve_model(name: str) -> str:
 def load_config(name: str) -> PretrainedConfig:
     """Load the configuration of a preset, a local folder or a hub model.
 
-    Raises InputError where there is none.
+    Raises InputError where there is none, or it is not that of a causal language model: with one
+    that sees the tokens after a position, or predicts without shifting, the losses mean nothing.
     """
+    transformers.logging.set_verbosity_error()  # its warnings are about what this guide chose
     try:
-        return AutoConfig.from_pretrained(resolve_model(name), use_cache=False)
+        config = AutoConfig.from_pretrained(resolve_model(name), use_cache=False)
     except (OSError, ValueError) as error:
         if Path(name).is_dir():
             raise InputError(
                 f"The folder {name} has no usable config.json: {_first_line(error)}"
             ) from error
         raise not_found("model", name, PRESET_NAMES, error) from error
+    encoder = getattr(config, "is_decoder", None) is False
+    if (
+        type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
+        or getattr(config, "is_encoder_decoder", False)
+        or (encoder and config.model_type not in CAUSAL_WITHOUT_SAYING)
+    ):
+        raise InputError(
+            f"The model {name} ({config.model_type}) is no causal language model: choose one "
+            "that predicts the next token, such as GPT-2 or Llama."
+        )
+    return config
 
 
 def causal_attention(config: PretrainedConfig) -> str:
     """Return the attention for blocks without padding: causal and no mask, where the model allows.
 
+    transformers builds a mask for padding, for packed documents, for sliding windows. To learn that
+    none is needed it waits for the GPU in every step, and a compiled model of transformers 5.17
+    keeps the mask: 13% slower. It builds none for an attention that it has no mask for, and
+    without one the kernel is causal by itself.
+
     Models other than GPT-2 and Llama may need a mask (a sliding window), so they keep theirs.
     """
+    AttentionInterface.register("causal_sdpa", sdpa_attention_forward)
     return "causal_sdpa" if config.model_type in PLAIN_CAUSAL_MODELS else "sdpa"
 
 
@@ -157,37 +171,6 @@ def check_sizes(
             "embeddings: give the model's own with --tokenizer-name."
         )
     return seq_length or min(positions, 1024)
-
-
-@torch.no_grad()
-def sample_text(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    dataset_name: str,
-    length: int,
-    seed: int,
-) -> tuple[str, str]:
-    """Return a prompt, and it with what the model goes on with, up to `length` or 256 tokens.
-
-    The prompt is the end-of-text token, after which a document begins; for the built-in corpus,
-    most of whose documents begin with many lines of comment, it is the start of a method.
-    """
-    torch.manual_seed(seed)
-    prompt = PROMPTS.get(dataset_name, tokenizer.eos_token)
-    encoded = tokenizer(prompt, add_special_tokens=False, return_tensors="pt").to(model.device)
-    model.eval()
-    with torch.compiler.set_stance("force_eager"):  # every length would be compiled anew
-        tokens = model.generate(
-            encoded["input_ids"],
-            attention_mask=encoded["attention_mask"],
-            max_length=min(length, 256),
-            do_sample=True,
-            temperature=0.7,
-            top_k=40,
-            use_cache=True,
-            pad_token_id=tokenizer.eos_token_id,
-        )
-    return prompt, tokenizer.decode(tokens[0], skip_special_tokens=True)
 
 
 def _first_line(error: Exception) -> str:

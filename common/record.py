@@ -7,6 +7,7 @@ import re
 import shutil
 from pathlib import Path
 
+import torch.distributed as dist
 import xxhash
 from torch import nn
 
@@ -14,6 +15,11 @@ from common.cli import InputError
 from common.data import Blocks
 
 FORMAT = 1
+MODEL_SETTINGS = (
+    *("num_attention_heads", "num_key_value_heads", "activation_function", "hidden_act"),
+    *("layer_norm_epsilon", "rms_norm_eps", "rope_parameters", "sliding_window"),
+    *("attn_pdrop", "embd_pdrop", "resid_pdrop", "attention_dropout", "tie_word_embeddings"),
+)
 # With another value of one of these the rest of a run would not be the same training.
 FIXED_ARGUMENTS = (
     "seed",
@@ -35,11 +41,13 @@ def describe_training(
 ) -> dict[str, object]:
     """Return all that must stay as it is while a run goes on, by the names of the arguments.
 
-    Values are JSON. The model counts by the names and shapes of its parameters, which no wrapper of
-    a later chapter changes; the data set by its tokens.
+    Values are JSON. model: the bare one, not wrapped; it counts by the names and shapes of its
+    parameters and by the settings that they do not show. The data set counts by its tokens.
     """
     shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
-    digest = xxhash.xxh3_64_hexdigest(json.dumps(shapes, sort_keys=True).encode())
+    settings = {name: getattr(model.config, name, None) for name in MODEL_SETTINGS}
+    facts = json.dumps([shapes, settings], sort_keys=True, default=str)
+    digest = xxhash.xxh3_64_hexdigest(facts.encode())
     return {
         "model": f"{model.config.model_type}-{digest}",
         "dataset": train_data.digest,
@@ -78,16 +86,17 @@ def find_checkpoint(run_dir: Path, training: dict[str, object]) -> Path | None:
     if not present:
         raise InputError(f"The checkpoints of {run_dir} are gone: start anew with another -e.")
     record = present[-1]
-    for name, facts in record["files"].items():
-        if measure_file(run_dir / record["path"] / name) != facts:
-            older = (
-                f"delete {run_dir / record['path']} to go on from step {present[-2]['step']}, or "
-            )
-            raise InputError(
-                f"The checkpoint file {run_dir / record['path'] / name} is damaged: "
-                f"{older if len(present) > 1 else ''}start anew with another -e."
-            )
-    return run_dir / record["path"]
+    path = run_dir / record["path"]
+    rank, world_size = rank_and_world_size()
+    mine = sorted(record["files"])[rank::world_size]  # each rank reads its share of the bytes
+    damaged = gather({n: 1 for n in mine if measure_file(path / n) != record["files"][n]})
+    for name in damaged:
+        older = f"delete {path} to go on from step {present[-2]['step']}, or "
+        raise InputError(
+            f"The checkpoint file {path / name} is damaged: "
+            f"{older if len(present) > 1 else ''}start anew with another -e."
+        )
+    return path
 
 
 def commit_checkpoint(
@@ -110,20 +119,27 @@ def commit_checkpoint(
         records = json.loads(record_file.read_text(encoding="utf-8"))["checkpoints"]
     # A checkpoint of this step or a later one is left from before a kill or a return to an older
     # one. It is trained again, so it is in the way.
-    records = [r for r in records if r["step"] < step and (run_dir / r["path"]).is_dir()]
+    stale = [r for r in records if r["step"] >= step or not (run_dir / r["path"]).is_dir()]
+    records = [r for r in records if r not in stale]
+    if stale:  # or a kill after the renaming would leave old checksums for new files
+        _write_record(run_dir, training, records)
     shutil.rmtree(run_dir / path, ignore_errors=True)
     unfinished.replace(run_dir / path)
     records = [*records, {"step": step, "path": path.as_posix(), "files": files}][-keep:]
+    _write_record(run_dir, training, records)
+    kept = {Path(record["path"]).name for record in records}
+    for folder in (run_dir / "checkpoints").iterdir():
+        if re.fullmatch(r"(\.unfinished-)?step-\d+", folder.name) and folder.name not in kept:
+            shutil.rmtree(folder)
+
+
+def _write_record(run_dir: Path, training: dict[str, object], records: list[dict]) -> None:
     temporary = run_dir / "state.json.tmp"
     with temporary.open("w", encoding="utf-8") as file:
         json.dump({"format": FORMAT, "training": training, "checkpoints": records}, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
-    temporary.replace(record_file)
-    kept = {Path(record["path"]).name for record in records}
-    for folder in (run_dir / "checkpoints").iterdir():
-        if re.fullmatch(r"(\.unfinished-)?step-\d+", folder.name) and folder.name not in kept:
-            shutil.rmtree(folder)
+    temporary.replace(run_dir / "state.json")
 
 
 def measure_file(file: Path) -> dict[str, object] | None:
@@ -136,3 +152,17 @@ def measure_file(file: Path) -> dict[str, object] | None:
             return {"bytes": content.tell(), "xxh3_64": digest.hexdigest()}
     except FileNotFoundError:
         return None
+
+
+def rank_and_world_size() -> tuple[int, int]:
+    """Return this process's rank and how many there are: 0 and 1 without a process group."""
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
+def gather(part: dict) -> dict:
+    """Return the union of all ranks' dictionaries."""
+    if not dist.is_initialized():
+        return part
+    parts = [None] * dist.get_world_size()
+    dist.allgather_object(parts, part)
+    return {key: value for each in parts for key, value in sorted(each.items())}

@@ -32,6 +32,8 @@ TABLE_SUFFIXES = {
     ".csv": "csv",
     ".parquet": "parquet",
 }
+KNOWN_SUFFIXES = " ".join((*TEXT_SUFFIXES, *TABLE_SUFFIXES))
+
 # Tests, and tables of code points or topics: long, repetitive, and nothing like code.
 NOT_CODE = re.compile(
     r"(^|/)(site-packages|dist-packages|tests?|idle_test|idlelib|lib2to3|pydoc_data|encodings"
@@ -63,14 +65,17 @@ def find_source(name: str, subset: str | None, text_column: str | None) -> Sourc
         return Source(_fingerprint(name, root, files), lambda: _stdlib(root, files))
     path = Path(name)
     if path.is_file():
+        if path.suffix not in (*TEXT_SUFFIXES, *TABLE_SUFFIXES):
+            raise InputError(f"The file {name} does not end in one of: {KNOWN_SUFFIXES}.")
         files = [Path(path.name)]
         fingerprint = _fingerprint(text_column, path.parent, files)
         return Source(fingerprint, lambda: _local(path.parent, files, text_column))
     if path.is_dir():
         files = _files(path, tuple(TABLE_SUFFIXES)) or _files(path, TEXT_SUFFIXES)
         if not files:
-            known = " ".join((*TEXT_SUFFIXES, *TABLE_SUFFIXES))
-            raise InputError(f"The folder {name} has no file that ends in one of: {known}.")
+            raise InputError(
+                f"The folder {name} has no file that ends in one of: {KNOWN_SUFFIXES}."
+            )
         fingerprint = _fingerprint((subset, text_column), path, files)
         return Source(fingerprint, lambda: _local(path, files, text_column, subset))
     dataset = _from_hub(name, subset)

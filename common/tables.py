@@ -86,17 +86,22 @@ def _text_of(table: "datasets.Dataset", name: str, text_column: str | None) -> "
         raise InputError(
             f"{name} has no text column {column!r}: give --text-column one of {', '.join(columns)}."
         )
-    return table.select_columns([column]).rename_columns(
-        {column: "text"} if column != "text" else {}
-    )
+    table = table.select_columns([column])
+    if column != "text":
+        table = table.rename_column(column, "text")
+    if table.data.column("text").null_count:  # empty cells
+        table = table.filter(
+            lambda batch: [text is not None for text in batch["text"]], batched=True
+        )
+    return table
 
 
 def read_json_strings(path: Path) -> list[str] | None:
     """Return a JSON array's strings, or None for an array of objects or for JSON lines."""
-    with path.open(encoding="utf-8") as file:
-        lines = (line for line in file if line.strip())
-        first, second = next(lines, "").strip(), next(lines, None)
     try:
+        with path.open(encoding="utf-8") as file:
+            lines = (line for line in file if line.strip())
+            first, second = next(lines, "").strip(), next(lines, None)
         if first.startswith("{") and first.endswith("}") and second is not None:
             return None
         content = json.loads(path.read_text(encoding="utf-8"))
@@ -107,8 +112,10 @@ def read_json_strings(path: Path) -> list[str] | None:
             f"{path} is a JSON dictionary: it must be an array of strings, "
             '["first document", "second document"], or JSON lines in a .jsonl file.'
         )
-    if all(isinstance(item, str) for item in content):
-        return content
-    if all(isinstance(item, dict) for item in content):
-        return None
-    raise InputError(f"{path} must be an array of strings, or an array of objects, not of both.")
+    if isinstance(content, list):
+        if all(isinstance(item, str) for item in content):
+            # Half of a surrogate pair, escaped, is a string for JSON and no text elsewhere.
+            return [item.encode("utf-8", errors="replace").decode() for item in content]
+        if all(isinstance(item, dict) for item in content):
+            return None
+    raise InputError(f"{path} must hold an array of strings, or one of objects.")

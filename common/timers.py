@@ -1,5 +1,6 @@
 """Where the time, the memory and the arithmetic of a step go."""
 
+import re
 import resource
 import sys
 import time
@@ -12,10 +13,11 @@ from transformers import PretrainedConfig
 
 # Dense bf16 rates in FLOP/s, without sparsity. Sources: the vendors' data sheets, by product page:
 # https://www.nvidia.com/en-us/data-center/h200/ (H100, H200), /a100/, /l40s/, /l4/, /dgx-b200/ and
-# https://www.amd.com/en/products/accelerators/instinct.html. The longest name that fits counts.
+# https://www.amd.com/en/products/accelerators/instinct.html. Each half of an MI250X is a device.
 PEAK_FLOPS = {
     "NVIDIA B200": 2250e12,
     "NVIDIA H200": 989e12,
+    "NVIDIA H200 NVL": 835e12,
     "NVIDIA H100": 989e12,
     "NVIDIA H100 PCIe": 756e12,
     "NVIDIA H100 NVL": 835e12,
@@ -23,12 +25,13 @@ PEAK_FLOPS = {
     "NVIDIA A100": 312e12,
     "NVIDIA A10": 125e12,
     "NVIDIA A10G": 70e12,
+    "NVIDIA L40": 181e12,
     "NVIDIA L40S": 362e12,
     "NVIDIA L4": 121e12,
     "NVIDIA GeForce RTX 4090": 165e12,
     "NVIDIA GeForce RTX 3090": 71e12,
     "AMD Instinct MI300X": 1307e12,
-    "AMD Instinct MI250X": 383e12,
+    "AMD Instinct MI250X": 191.5e12,
 }
 OUTSIDE_THE_STEP = ("evaluate", "save")
 
@@ -119,7 +122,13 @@ def peak_flops(device: torch.device) -> float | None:
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
-    fitting = [known for known in PEAK_FLOPS if name.startswith(known)]
+    # Whole words: an L40 is no L4. After the name come memory and form, as in "A100-SXM4-80GB";
+    # a laptop's chip has a desktop's name and a fraction of its rate.
+    fitting = [
+        known
+        for known in PEAK_FLOPS
+        if re.match(rf"{re.escape(known)}(?![\w])", name) and "Laptop" not in name
+    ]
     return PEAK_FLOPS[max(fitting, key=len)] if fitting else None
 
 

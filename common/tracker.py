@@ -1,22 +1,29 @@
 """What a run leaves behind to be looked at: metrics.jsonl, and a run of Weights & Biases."""
 
 import json
+import logging
+import math
 import os
+import re
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
 from common.cli import InputError
 
+logger = logging.getLogger(__name__)
+
 PROJECT = "one-diff-at-a-time"
+_locks: dict[Path, FileLock] = {}
 
 
-def make_run_dir(save_dir: str, experiment_name: str) -> Path:
-    """Return <save_dir>/<experiment_name>, which now exists and can be written to.
+def make_run_dir(save_dir: str, experiment_name: str, rank: int) -> Path:
+    """Return <save_dir>/<experiment_name>, which now exists, can be written and is this run's.
 
-    Raises InputError for a name that is no folder's or a folder that cannot be written.
+    Rank 0 holds a lock on it until its process ends. Raises InputError for a name that is no
+    folder's, a folder that cannot be written, or one in which another process is training.
     """
-    if not experiment_name.strip(". ") or set(experiment_name) & set('/\\:;,#?%"'):
+    if not re.fullmatch(r"[\w.-]+", experiment_name) or not experiment_name.strip("."):
         raise InputError(
             f"{experiment_name!r} cannot be an experiment's name: it names a folder, so use "
             "letters, digits, '-', '_' and '.'."
@@ -24,9 +31,12 @@ def make_run_dir(save_dir: str, experiment_name: str) -> Path:
     run_dir = Path(save_dir) / experiment_name
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
-        probe = run_dir / f".probe-{os.getpid()}"
-        probe.touch()
-        probe.unlink()
+        if rank == 0:
+            _locks.setdefault(run_dir, FileLock(run_dir / ".lock")).acquire(timeout=0)
+    except Timeout as error:
+        raise InputError(
+            f"Another process is training in {run_dir}: wait for it, or give another -e."
+        ) from error
     except OSError as error:
         raise InputError(
             f"Cannot write to {run_dir} ({error.strerror}): give another --save-dir."
@@ -42,7 +52,6 @@ class Tracker:
     step: the step that the run begins after. Lines of later steps, which a run that was killed
         may have left, are removed: those steps are trained again.
 
-    Raises InputError if another process is training in the same folder.
     """
 
     def __init__(self, run_dir: Path, config: dict, step: int, rank: int = 0) -> None:
@@ -50,13 +59,6 @@ class Tracker:
         self._wandb = None
         if not self.active:
             return
-        self._lock = FileLock(run_dir / ".lock")
-        try:
-            self._lock.acquire(timeout=0)
-        except Timeout as error:
-            raise InputError(
-                f"Another process is training in {run_dir}: wait for it, or give another -e."
-            ) from error
         path = run_dir / "metrics.jsonl"
         _keep_steps(path, step)
         self._file = path.open("a", encoding="utf-8")
@@ -64,9 +66,13 @@ class Tracker:
             self._wandb = _start_wandb(run_dir, config)
 
     def log(self, step: int, metrics: dict[str, float | None]) -> None:
-        """Add the metrics of a step, one line; a kill of the process no longer loses it."""
+        """Add the metrics of a step, one line; a kill of the process no longer loses it.
+
+        What is not finite, as in a run that diverged, becomes null: JSON has no other way.
+        """
         if not self.active:
             return
+        metrics = {k: v if v is not None and math.isfinite(v) else None for k, v in metrics.items()}
         self._file.write(json.dumps({"step": step, **metrics}) + "\n")
         self._file.flush()
         if self._wandb is not None:
@@ -79,7 +85,6 @@ class Tracker:
         self._file.close()
         if self._wandb is not None:
             self._wandb.finish()
-        self._lock.release()
 
 
 def _keep_steps(path: Path, last: int) -> None:
@@ -104,14 +109,19 @@ def _start_wandb(run_dir: Path, config: dict):
     mode = os.environ.get("WANDB_MODE")
     if mode is None and not wandb.login(prompt=False, verify=False):
         mode = "offline"
-    return wandb.init(
-        project=PROJECT,
-        dir=run_dir,
-        name=run_dir.name,
-        id=run_dir.name,
-        resume="allow",  # a run of this id if there is one, offline or online
-        mode=mode,
-        config=config,
-        save_code=True,
-        settings=wandb.Settings(silent=True, console="off"),
-    )
+    options = {
+        "project": PROJECT,
+        "dir": run_dir,
+        "name": run_dir.name,
+        "id": run_dir.name,
+        "resume": "allow",  # a run of this id if there is one, offline or online
+        "config": config,
+        "save_code": True,
+        "settings": wandb.Settings(silent=True, console="off", init_timeout=30),
+    }
+    try:
+        return wandb.init(mode=mode, **options)
+    except wandb.Error as error:  # a login on a machine without a network, or one out of date
+        logger.warning(f"wandb runs offline, because: {str(error).splitlines()[0]}")
+        wandb.teardown()  # forgets the run that did not start
+        return wandb.init(mode="offline", **options)

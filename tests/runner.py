@@ -48,12 +48,14 @@ def _child(
     pause: float = 0.0,
     kill_after_steps: int | None = None,
     kill_in_save: tuple[int, str] | None = None,
+    interrupt_in_save: int | None = None,
     file_size_limit: int | None = None,
 ) -> None:
     """samples_file: gets the indices of every optimizer step's samples, a JSON list a line.
     pause: seconds to sleep after every optimizer step, for a test that must hit the run.
     kill_after_steps: SIGKILL after so many optimizer steps of this process.
     kill_in_save: (n, stage): SIGKILL at this stage of the n-th save of this process.
+    interrupt_in_save: n: Ctrl-C while the n-th save of this process writes.
     file_size_limit: bytes that a file may have, as if the disk were full beyond.
     """
     os.chdir(ROOT)
@@ -68,6 +70,8 @@ def _child(
         _after_steps(kill_after_steps, _kill)
     if kill_in_save:
         _kill_in_save(*kill_in_save)
+    if interrupt_in_save:
+        _kill_in_save(interrupt_in_save, "writing", action=_interrupt)
     if file_size_limit:
         import resource
 
@@ -81,6 +85,10 @@ def _child(
 
 def _kill(*_: object) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
+
+
+def _interrupt(*_: object) -> None:
+    raise KeyboardInterrupt
 
 
 def _after_steps(count: int, action) -> None:
@@ -115,7 +123,7 @@ def _note_samples(path: Path) -> None:
     register_optimizer_step_post_hook(write)
 
 
-def _kill_in_save(nth: int, stage: str) -> None:
+def _kill_in_save(nth: int, stage: str, action=_kill) -> None:
     saves = 0
     save = checkpoint.dcp.save
 
@@ -124,20 +132,23 @@ def _kill_in_save(nth: int, stage: str) -> None:
         saves += 1
         if saves == nth:
             if stage == "writing":
-                _kill_at_call(filesystem, "_write_item", call=5)
+                _at_call(filesystem, "_write_item", 5, action)
             if stage == "written":
-                _kill_at_call(checkpoint, "commit_checkpoint", call=1)
+                _at_call(checkpoint, "commit_checkpoint", 1, action)
             if stage == "renamed":
-                _kill_at_call(record.json, "dump", call=1)
+                # state.json is written before the renaming too where that replaces a folder.
+                stale = kwargs["checkpoint_id"].name[len(".unfinished-") :]
+                named = stale in (kwargs["checkpoint_id"].parents[1] / "state.json").read_text()
+                _at_call(record.json, "dump", 2 if named else 1, action)
             if stage == "committed":
                 # Calls: a stale folder that may be in the way, then the one that is too many.
-                _kill_at_call(shutil, "rmtree", call=2)
+                _at_call(shutil, "rmtree", 2, action)
         return save(*args, **kwargs)
 
     checkpoint.dcp.save = counting_save
 
 
-def _kill_at_call(module, name: str, call: int) -> None:
+def _at_call(module, name: str, call: int, action) -> None:
     calls = 0
     original = getattr(module, name)
 
@@ -145,7 +156,7 @@ def _kill_at_call(module, name: str, call: int) -> None:
         nonlocal calls
         calls += 1
         if calls == call:
-            _kill()
+            action()
         return original(*args, **kwargs)
 
     setattr(module, name, function)

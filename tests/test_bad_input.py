@@ -1,17 +1,21 @@
 """Bad input ends in one sentence on stderr and status 2; nothing that was there is lost."""
 
+import argparse
 import json
 import os
+import re
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
 from conftest import ROOT, load_script, read_metrics, run_script
 from runner import finish, start
+from transformers import CONFIG_MAPPING
 
-from common import cli
+from common import cli, data
 
 SCRIPT = "01-single-gpu/train_llm.py"
 SMALL = ["-s", 32, "--global-batch-size", 6, "--max-steps", 4, "--ckpt-freq", 2, "--log-freq", 1]
@@ -102,12 +106,74 @@ def test_json_dictionary(refuse, tmp_path):
         assert "is a JSON dictionary: it must be an array of strings" in refuse("-d", path)
 
 
-@pytest.mark.parametrize("text", ['["a", "b"', '["a", {"text": "b"}]', "", '["a", 3]'])
-def test_json_that_cannot_be_used(refuse, tmp_path, text):
+@pytest.mark.parametrize(
+    "content",
+    [
+        b'["a", "b"',
+        b'["a", {"text": "b"}]',
+        b"",
+        b'["a", 3]',
+        b"3",
+        b"null",
+        b'"text"',
+        b'["\xe4"]',
+    ],
+)
+def test_json_that_cannot_be_used(refuse, tmp_path, content):
     path = tmp_path / "train.json"
-    path.write_text(text)
+    path.write_bytes(content)
     sentence = refuse("-d", path)
-    assert "is not valid JSON" in sentence or "must be an array of strings" in sentence
+    assert "is not valid JSON" in sentence or "must hold an array of strings" in sentence
+
+
+def test_a_file_of_another_kind(refuse, tmp_path):
+    path = tmp_path / "corpus.jsonl.gz"
+    path.write_bytes(os.urandom(100_000))
+    assert f"The file {path} does not end in one of: .txt" in refuse("-d", path)
+
+
+def test_models_that_are_not_causal(refuse, tmp_path):
+    for name in ("bert", "bart", "t5", "vit"):
+        CONFIG_MAPPING[name]().save_pretrained(tmp_path / name)
+        assert f"({name}) is no causal language model" in refuse("-m", tmp_path / name)
+
+
+def test_a_cache_that_cannot_be_written(refuse, monkeypatch, corpus):
+    monkeypatch.setattr(data.constants, "HF_HOME", "/proc/nothing")
+    assert "Cannot write to the cache /proc/nothing" in refuse("-d", corpus)
+
+
+def test_empty_cells_are_left_out(train, tmp_path):
+    for count in (50, 200):
+        path = tmp_path / f"{count}.csv"
+        rows = [f'{n},"Some text, number {n}, with a few more words."\n' for n in range(count)]
+        path.write_text("number,body\n" + "7,\n".join(rows))
+        metrics = train("-d", path, *SMALL, name=f"run{count}")
+        assert metrics[-1]["step"] == 4
+
+
+def test_half_a_surrogate_pair(train, tmp_path):
+    path = tmp_path / "text.json"
+    path.write_text(json.dumps(["half \ud800 of a pair, and more words. " * 20] * 50))
+    assert train("-d", path, *SMALL)[-1]["step"] == 4
+
+
+def test_a_run_that_diverges_ends_and_says_null(train, corpus):
+    config = ("--lr", 1e9, "--warmup-steps", 0, "--max-grad-norm", "inf", "--eval-freq", 1)
+    metrics = train("-d", corpus, *SMALL, *config)
+    assert metrics[-1]["step"] == 4
+    assert metrics[-1]["loss"] is None and metrics[-1]["perplexity"] is None
+
+
+def test_the_shortest_sequences(train, corpus):
+    args = ("-d", corpus, "-s", 2, "--global-batch-size", 6, "--max-steps", 2)
+    assert train(*args)[-1]["step"] == 2
+
+
+def test_a_generated_name_is_a_name():
+    args = argparse.Namespace(model_name="gpt2-tiny", dataset_name="/my data/notes, part 1.txt")
+    name = cli.new_experiment_name(args)
+    assert re.fullmatch(r"gpt2-tiny-notes-part-1-\d{8}-\d{6}", name)
 
 
 @pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
@@ -141,7 +207,7 @@ def test_tokenizer_larger_than_the_vocabulary(refuse, tmp_path):
     assert "The tokenizer has 4096 tokens and the model only 1000" in sentence
 
 
-@pytest.mark.parametrize("name", ["a/b", "..", "a b:c"])
+@pytest.mark.parametrize("name", ["a/b", "..", "a b:c", "run "])
 def test_name_that_is_no_folder(refuse, corpus, name):
     assert "cannot be an experiment's name" in refuse("-d", corpus, *SMALL, name=name)
 
@@ -156,9 +222,13 @@ def test_save_folder_that_cannot_be_written(refuse, corpus, tmp_path):
 @pytest.mark.parametrize(
     ("args", "message"),
     [
-        (("-b", "0"), "'0' is not a whole number of at least 1"),
-        (("--lr", "fast"), "'fast' is not a number of at least 0.0"),
+        (("-b", "0"), "'0' is not a whole number from 1 to 2147483648"),
+        (("--lr", "fast"), "'fast' is not a number from 0.0"),
         (("--lr", "nan"), "'nan' is not a number"),
+        (("--num-epochs", "inf"), "'inf' is not a number"),
+        (("--max-grad-norm", "0"), "'0' is not a number above 0"),
+        (("--seed", "-1"), "'-1' is not a whole number from 0"),
+        (("--seed", str(2**40)), "is not a whole number"),
         (("--param-dtype", "float8"), "invalid choice: 'float8'"),
         (("@/no/such/file",), "No such file"),
         (("--batch", "3"), "unrecognized arguments: --batch 3"),
@@ -183,6 +253,7 @@ def test_arguments_from_a_file(monkeypatch, tmp_path):
     ("args", "named"),
     [
         (("-m", "llama-tiny"), "model gpt2-"),
+        (("-m", "4-heads", "--tokenizer-name", "gpt2-tiny"), "model gpt2-"),
         (("-s", 16), "seq_length 32, not 16"),
         (("--global-batch-size", 12), "global_batch_size 6, not 12"),
         (("--max-steps", 8), "total_steps 4, not 8"),
@@ -194,7 +265,11 @@ def test_arguments_from_a_file(monkeypatch, tmp_path):
         (("--weight-decay", 0), "weight_decay 0.1, not 0.0"),
     ],
 )
-def test_resume_with_another_training(train, refuse, corpus, args, named):
+def test_resume_with_another_training(train, refuse, corpus, tmp_path, args, named):
+    config = json.loads((ROOT / "common/presets/gpt2-tiny/config.json").read_text())
+    (tmp_path / "4-heads").mkdir()
+    (tmp_path / "4-heads/config.json").write_text(json.dumps(config | {"n_head": 4}))
+    args = [tmp_path / arg if arg == "4-heads" else arg for arg in args]
     train("-d", corpus, *SMALL)
     sentence = refuse("-d", corpus, *SMALL, *args)
     assert f"was started with {named}" in sentence and "start anew with another -e" in sentence
@@ -263,8 +338,9 @@ def test_a_second_process_in_the_same_run(corpus, tmp_path):
     args = ["-d", corpus, "-s", 32, "--global-batch-size", 6, "--max-steps", 3000]
     args += ["--save-dir", tmp_path, "-e", "run"]
     first = start(args, stderr_file=str(tmp_path / "first"))
+    deadline = time.monotonic() + 60
     while not (tmp_path / "run/metrics.jsonl").exists():
-        assert first.is_alive()
+        assert first.is_alive() and time.monotonic() < deadline
     assert finish(start(args, stderr_file=str(tmp_path / "second"))) == 2
     first.kill()
     finish(first)

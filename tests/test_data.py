@@ -4,6 +4,7 @@ import argparse
 import csv
 import json
 import multiprocessing
+import pickle
 import random
 from pathlib import Path
 
@@ -184,6 +185,15 @@ def test_split_is_stable_and_leaks_nothing(tmp_path, tokenizer):
     train, evaluation = tables.split_documents(tables.documents_of(shuffled))
     assert sorted(evaluation["text"]) == sorted(held_out * 2)
     assert not set(train["text"]) & set(evaluation["text"])
+
+
+def test_a_worker_maps_the_file_and_gets_no_copy(tmp_path, tokenizer):
+    blocks, _ = load_blocks(arguments("python-stdlib"), tokenizer, 128)
+    content = pickle.dumps(blocks.pad_to_multiple(1000))
+    assert len(content) < 1000 < blocks.tokens.nbytes
+    again = pickle.loads(content)
+    assert len(again) % 1000 == 0 and again.digest == blocks.digest
+    assert torch.equal(again[7]["input_ids"], blocks[7]["input_ids"])
 
 
 def test_few_documents_give_their_ends(tmp_path, tokenizer):

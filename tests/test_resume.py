@@ -148,6 +148,29 @@ def test_after_kill_9_in_a_save(straight, runs, stage):
     assert kept == {"step-00000035", "step-00000040"}, "nothing half-written stays"
 
 
+def test_after_kill_9_in_a_save_that_replaces_a_newer_checkpoint(straight, runs):
+    """Back to step 35 and on to 40, killed when the new folder is there and not its record."""
+    assert runs.finish("stopped") == 0
+    shutil.rmtree(runs.folder / "stopped/checkpoints/step-00000040")
+    assert runs.finish("stopped", kill_in_save=(1, "renamed")) == -signal.SIGKILL
+    trained, resumed_after = runs.stopped_after("stopped")
+    assert resumed_after == 35
+    assert runs.finish("stopped") == 0
+    assert runs.samples("stopped")[trained:] == straight.samples("straight")[35:]
+    assert runs.metrics("stopped")[-1]["loss"] == straight.metrics("straight")[-1]["loss"]
+    assert_same_tensors(straight.tensors("straight"), runs.tensors("stopped"))
+
+
+def test_ctrl_c_in_a_save_is_no_full_disk(straight, runs, tmp_path):
+    options = {"interrupt_in_save": 4, "stderr_file": str(tmp_path / "stderr")}
+    assert runs.finish("stopped", **options) == 130
+    assert (tmp_path / "stderr").read_text().splitlines()[-1].startswith("Interrupted; to go on")
+    stop = runs.stopped_after("stopped")
+    assert stop == (20, 15)
+    assert runs.finish("stopped") == 0
+    assert_same_training(straight, runs, *stop)
+
+
 def keep_seeded_rng(monkeypatch):
     monkeypatch.setattr(checkpoint, "_set_rng_state", lambda rng: None)
 
@@ -213,14 +236,15 @@ BUGS = (
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: getattr(bug, "__name__", "no bug"))
 def test_planted_bug_is_noticed(straight, train, flags, monkeypatch, tmp_path, bug):
     """With each of these bugs a resumed run differs; without one it does not."""
-    if bug is not None:
+    # A mistake in saving must be there before the stop, one in resuming only after it.
+    if bug is forget_the_loss_since_the_last_log:
         bug(monkeypatch)
     # Trained to the end, then set back to step 35 by deleting the newest checkpoint.
-    first = train(*flags) if bug is forget_the_loss_since_the_last_log else None
-    if first is None:
-        with monkeypatch.context() as without_bug:
-            without_bug.undo()
-            train(*flags)
+    assert [line["loss"] for line in train(*flags) if "loss" in line] == [
+        line["loss"] for line in straight.metrics("straight") if "loss" in line
+    ]
+    if bug not in (None, forget_the_loss_since_the_last_log):
+        bug(monkeypatch)
     shutil.rmtree(tmp_path / "run/checkpoints/step-00000040")
     resumed = train(*flags)
     expected = straight.metrics("straight")

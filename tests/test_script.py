@@ -52,7 +52,8 @@ def test_chapter_1_fits_its_budget():
 def test_sections_stand_in_order(chapter):
     source = (ROOT / chapter / "train_llm.py").read_text()
     assert re.findall(r"^    # --- (\w+) ---$", source, re.MULTILINE) == SECTIONS
-    assert f"python {chapter}/train_llm.py" in source.split('"""')[1] or chapter > "01"
+    docstring = source.split('"""')[1].strip().splitlines()
+    assert docstring[0].endswith(".") and f"{chapter}/train_llm.py" in docstring[-1]
 
 
 def test_script_is_plain(chapter):

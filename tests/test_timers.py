@@ -11,6 +11,7 @@ from common.timers import PhaseTimers, flops_per_token, peak_flops
 
 
 def test_phases_add_up():
+    start = time.perf_counter()
     clock = PhaseTimers(torch.device("cpu"))
     for _ in range(4):
         for phase, seconds in (("data", 0.01), ("forward", 0.02), ("update", 0.005)):
@@ -22,10 +23,10 @@ def test_phases_add_up():
         time.sleep(0.2)
     times = clock.read(tokens_per_step=1000, world_size=2, token_flops=1.0)
     assert "time/evaluate" not in times and "time/save" not in times
-    assert times["time/data"] == pytest.approx(10, rel=0.5)
-    assert times["time/forward"] > 1.2 * times["time/data"] > 1.2 * times["time/update"]
+    # sleep() takes at least as long as it says: lower bounds hold on the busiest machine.
+    assert times["time/data"] >= 10 and times["time/forward"] >= 20 and times["time/update"] >= 5
     phases = times["time/data"] + times["time/forward"] + times["time/update"]
-    assert phases <= times["time/total"] < 100, "neither evaluation nor saving is in it"
+    assert phases <= times["time/total"] <= (time.perf_counter() - start) * 1000 / 4 - 100
     assert times["tokens_per_s"] == pytest.approx(1000 / (times["time/total"] / 1000))
     assert times["tokens_per_s_per_device"] == times["tokens_per_s"] / 2
     assert times["mfu"] is None and times["peak_mem_gib"] > 0.01
@@ -33,11 +34,13 @@ def test_phases_add_up():
 
 def test_read_starts_anew():
     clock = PhaseTimers(torch.device("cpu"))
-    for seconds in (0.1, 0.01):
-        with clock("update"):
-            time.sleep(seconds)
-        times = clock.read(1, 1, 1.0)
-    assert times["time/update"] < 60
+    with clock("update"):
+        time.sleep(0.5)
+    assert clock.read(1, 1, 1.0)["time/update"] >= 500
+    start = time.perf_counter()
+    with clock("update"):
+        pass
+    assert clock.read(1, 1, 1.0)["time/update"] <= (time.perf_counter() - start) * 1000
 
 
 @pytest.mark.parametrize(
@@ -65,6 +68,11 @@ def test_peak_rates(monkeypatch):
         "NVIDIA A100-SXM4-80GB": 312e12,
         "NVIDIA A10G": 70e12,
         "NVIDIA GeForce RTX 4090": 165e12,
+        "NVIDIA GeForce RTX 4090 Laptop GPU": None,
+        "NVIDIA L4": 121e12,
+        "NVIDIA L40": 181e12,
+        "NVIDIA H200 NVL": 835e12,
+        "AMD Instinct MI300X OAM": 1307e12,
         "Some other device": None,
     }
     for name, expected in names.items():

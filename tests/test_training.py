@@ -225,7 +225,8 @@ def test_compiled_model_trains_alike(train):
 
 def test_log_says_what_matters_and_no_secret(tmp_path):
     secrets = {"WANDB_API_KEY": "a" * 40, "HF_TOKEN": "hf_secret", "MY_PASSWORD": "hunter2"}
-    done = run_script(SCRIPT, *FAST, "--save-dir", tmp_path, OMP_NUM_THREADS="2", **secrets)
+    environment = {**secrets, "OMP_NUM_THREADS": "2", "WANDB_MODE": "offline"}
+    done = run_script(SCRIPT, *FAST, "--save-dir", tmp_path, **environment)
     assert done.returncode == 0, done.stderr
     (run_dir,) = tmp_path.iterdir()
     assert run_dir.name.startswith("gpt2-tiny-python-stdlib-20"), "a name is generated"
@@ -236,6 +237,7 @@ def test_log_says_what_matters_and_no_secret(tmp_path):
     written = done.stdout + done.stderr
     for path in run_dir.rglob("*"):
         written += path.read_text(errors="replace") if path.is_file() else ""
+    assert len(list(run_dir.glob("wandb/offline-run-*/*.wandb"))) == 1
     for secret in secrets.values():
         assert secret not in written
 

@@ -88,3 +88,19 @@ def test_resumed_run_has_the_same_id(runs):
     assert [line["loss"] for line in history] == [line["loss"] for line in before[2:]]
     lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [2, 4, 6, 8]
+
+
+@pytest.mark.slow  # wandb tries for half a minute
+def test_a_login_without_a_network_goes_on_offline(tmp_path):
+    """As on a cluster's nodes: nothing listens on port 9 of this machine."""
+    done = run_script(
+        *(SCRIPT, *FLAGS, "--save-dir", tmp_path, "-e", "a-run"),
+        HOME=str(tmp_path),
+        WANDB_MODE="online",
+        WANDB_API_KEY="a" * 40,
+        WANDB_BASE_URL="http://127.0.0.1:9",
+    )
+    assert done.returncode == 0, done.stderr
+    assert "wandb runs offline, because: " in done.stderr
+    (folder,) = (tmp_path / "a-run/wandb").glob("offline-run-*")
+    assert [line["_step"] for line in read_run(folder)[2]] == [2, 4, 6, 8]
