@@ -48,8 +48,8 @@ def get_args() -> argparse.Namespace:
     add("-b", "--batch-size", default=8, type=at_least(1), help="most sequences per device at once")
     add("--global-batch-size", default=24, type=at_least(1), help="sequences per step, all devices")
     add("--lr", type=at_least(0.0), help="peak rate (if absent: 1 / model width)")
-    add("--warmup-steps", default=100, type=at_least(0), help="steps of linear warm-up")
-    add("--weight-decay", default=0.1, type=at_least(0.0), help="per step, times the rate")
+    add("--warmup-steps", type=at_least(0), help="steps (if absent: a quarter, at most 100)")
+    add("--weight-decay", default=0.1, type=at_least(0.0), help="AdamW's, multiplied by the rate")
     add("--max-grad-norm", default=1.0, type=cli.above_zero, help="clip above; inf: never")
     add("--num-epochs", default=0.6, type=at_least(0.0), help="passes over the data, or a part")
     add("--max-steps", type=at_least(1), help="steps in all, instead of epochs")
@@ -116,9 +116,8 @@ def main() -> None:
         generator=torch.Generator(),
     )
     # Batches of one shape: a compiled model would be compiled again for a smaller last one.
-    eval_data = eval_data.pad_to_multiple(micro_batch_size * world_size)
     eval_dataloader = DataLoader(
-        eval_data,
+        eval_data.pad_to_multiple(micro_batch_size * world_size),
         batch_size=micro_batch_size,
         generator=torch.Generator(),
     )
@@ -126,6 +125,8 @@ def main() -> None:
     total_steps = args.max_steps or max(1, round(args.num_epochs * steps_per_epoch))
 
     # --- optimizer ---
+    if args.warmup_steps is None:
+        args.warmup_steps = min(100, total_steps // 4)
     # The best rate falls with the width of the model, roughly as its inverse.
     lr = args.lr if args.lr is not None else 1 / config.hidden_size
     optimizer = torch.optim.AdamW(
@@ -146,9 +147,8 @@ def main() -> None:
     lr_scheduler = LambdaLR(optimizer, lr_factor)
 
     # --- resume ---
-    experiment_name = args.experiment_name or cli.new_experiment_name(args)
-    run_dir = make_run_dir(args.save_dir, experiment_name, rank)
-    logger.info(f"the run's folder is {run_dir}; {cli.how_to_go_on(experiment_name)}")
+    run_dir = make_run_dir(args.save_dir, cli.experiment_name(args), rank)
+    logger.info(f"the run's folder is {run_dir}; {cli.how_to_go_on(run_dir.name)}")
     set_seed(args.seed + rank)  # for dropout: Python, NumPy and PyTorch
     # With the weights, the moments and the schedule: all that the next step depends on.
     state = {"step": 0, "logged_step": 0, "running_loss": torch.zeros((), device=device)}

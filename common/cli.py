@@ -33,6 +33,13 @@ class InputError(Exception):
     """What the user gave cannot be used; the message is one sentence that says what to do."""
 
 
+class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows defaults, where there are some."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return action.help if action.default is None else super()._get_help_string(action)
+
+
 class ArgumentParser(argparse.ArgumentParser):
     """argparse with `@file` arguments: `--name value` lines, quoted as in a shell, # for comments.
 
@@ -43,7 +50,7 @@ class ArgumentParser(argparse.ArgumentParser):
         super().__init__(
             description=description,
             fromfile_prefix_chars="@",
-            formatter_class=lambda prog: argparse.ArgumentDefaultsHelpFormatter(prog, width=100),
+            formatter_class=lambda prog: _HelpFormatter(prog, width=100),
             allow_abbrev=False,
         )
 
@@ -93,7 +100,9 @@ def run(main: Callable[[], None]) -> NoReturn:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG):
             raise
         where = f" {error.filename}" if error.filename else ""
-        _leave(f"Cannot write{where}: {error.strerror}. The last checkpoint still resumes.", 2)
+        sentence = f"Cannot write{where}: {error.strerror}. Make room, then start this once more."
+        print(sentence, file=sys.stderr, flush=True)
+        os._exit(2)  # at once: what libraries do at the end of a process would fail the same way
     sys.exit(0)
 
 
@@ -109,8 +118,13 @@ class ProgressHandler(logging.Handler):
         tqdm.tqdm.write(self.format(record), file=sys.stderr)
 
 
-def new_experiment_name(args: argparse.Namespace) -> str:
-    """Return a name no run has yet: model, data set, time. Ranks must agree on rank 0's."""
+def experiment_name(args: argparse.Namespace) -> str:
+    """Return args.experiment_name, or where there is none a new one: model, data set, time.
+
+    Ranks must agree on rank 0's.
+    """
+    if args.experiment_name is not None:
+        return args.experiment_name
     parts = (
         Path(args.model_name).name,
         Path(args.dataset_name).stem,
@@ -141,7 +155,10 @@ def describe_run(args: argparse.Namespace, device: torch.device) -> str:
         f"{torch.get_num_threads()} threads"
     )
     environment = {k: v for k, v in sorted(os.environ.items()) if LOGGED_ENVIRONMENT.fullmatch(k)}
-    return f"arguments: {vars(args)}\nversions: {versions}\nenvironment: {environment}"
+    return (
+        f"arguments: {vars(args)}\nversions: {versions}\n"
+        f"environment: {environment or 'nothing that matters here is set'}"
+    )
 
 
 def show_metrics(logger: logging.Logger, bar: tqdm.tqdm, metrics: dict[str, float | None]) -> None:

@@ -25,6 +25,7 @@ from common.sources import find_source
 logger = logging.getLogger(__name__)
 
 CACHE_VERSION = 1  # part of every cache key: raise it when the same input gives other blocks
+CANNOT_CACHE = "Cannot write to the cache {} ({}): set HF_HOME to another folder."
 IGNORED = -100  # the label that transformers' losses leave out
 
 
@@ -78,9 +79,8 @@ class _MappedFile(NamedTuple):
 def _restore_blocks(
     tokens: np.ndarray | _MappedFile, digest: str, tokens_per_byte: float, padding: int
 ) -> Blocks:
-    blocks = Blocks(
-        tokens.open() if isinstance(tokens, _MappedFile) else tokens, digest, tokens_per_byte
-    )
+    tokens = tokens.open() if isinstance(tokens, _MappedFile) else tokens
+    blocks = Blocks(tokens, digest, tokens_per_byte)
     blocks.padding = padding
     return blocks
 
@@ -111,7 +111,7 @@ def split_batch(args: argparse.Namespace, world_size: int, n_blocks: int) -> tup
     above args.batch_size, so that every step has exactly the global batch. Raises InputError if
     the ranks cannot share it evenly, or the n_blocks of training data are less than one step's.
     """
-    global_batch_size, batch_size = args.global_batch_size, args.batch_size
+    global_batch_size = args.global_batch_size
     share, rest = divmod(global_batch_size, world_size)
     if rest:
         raise InputError(
@@ -123,7 +123,8 @@ def split_batch(args: argparse.Namespace, world_size: int, n_blocks: int) -> tup
             f"The training data is only {n_blocks} sequences, less than --global-batch-size "
             f"{global_batch_size}: give more text, or fewer or shorter sequences."
         )
-    micro_batch_size = max(n for n in range(1, min(share, batch_size) + 1) if share % n == 0)
+    limit = min(share, args.batch_size)
+    micro_batch_size = max(n for n in range(1, limit + 1) if share % n == 0)
     return micro_batch_size, share // micro_batch_size
 
 
@@ -132,10 +133,9 @@ def describe_batch(
 ) -> str:
     """Return the arithmetic of a step's batch in words."""
     sequences = micro_batch_size * world_size * accumulation
-    devices = "device" if world_size == 1 else "devices"
-    micro_batches = "micro-batch" if accumulation == 1 else "micro-batches"
     return (
-        f"{micro_batch_size} sequences x {world_size} {devices} x {accumulation} {micro_batches} "
+        f"{micro_batch_size} sequences x {world_size} device{'s' * (world_size > 1)} "
+        f"x {accumulation} micro-batch{'es' * (accumulation > 1)} "
         f"= {sequences} sequences = {sequences * seq_length} tokens per step"
     )
 
@@ -162,18 +162,21 @@ def load_blocks(
     try:
         cache.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise InputError(
-            f"Cannot write to the cache {cache} ({error.strerror}): set HF_HOME to another folder."
-        ) from error
+        raise InputError(CANNOT_CACHE.format(cache, error.strerror)) from error
     with FileLock(f"{folder}.lock"):
         if not folder.exists():
             start = time.perf_counter()
             unfinished = folder.with_suffix(".unfinished")
             shutil.rmtree(unfinished, ignore_errors=True)
-            unfinished.mkdir()
-            for split, documents in zip(("train", "evaluation"), source.load(), strict=True):
-                pack_documents(unfinished / split, documents, tokenizer, args.num_workers)
-            unfinished.replace(folder)
+            parts = zip(("train", "evaluation"), source.load(), strict=True)
+            try:
+                unfinished.mkdir()
+                for split, documents in parts:
+                    pack_documents(unfinished / split, documents, tokenizer, args.num_workers)
+                unfinished.replace(folder)
+            except OSError as error:
+                shutil.rmtree(unfinished, ignore_errors=True)
+                raise InputError(CANNOT_CACHE.format(cache, error.strerror)) from error
             logger.info("tokenized %s in %.1f s", args.dataset_name, time.perf_counter() - start)
     train = _read_blocks(folder / "train", seq_length)
     evaluation = _read_blocks(folder / "evaluation", seq_length)

@@ -48,6 +48,8 @@ def hub_is_reachable() -> bool:
 
 def not_found(kind: str, name: str, presets: tuple[str, ...], cause: Exception) -> InputError:
     """Return the one sentence that says why a model or a data set cannot be had."""
+    if not name or name[0] in "/.~" or name.count("/") > 1:  # no id of the hub looks like this
+        return InputError(f"There is no {kind} at {name!r}: no such file or folder.")
     text = f"The {kind} {name!r} is neither a preset ({', '.join(presets)}) nor a local path"
     if not hub_is_reachable():
         return InputError(
@@ -125,6 +127,8 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
                 f"The folder {name} has no tokenizer: give --tokenizer-name."
             ) from error
         raise not_found("tokenizer", name, PRESET_NAMES, error) from error
+    if len(tokenizer) <= len(tokenizer.all_special_ids):  # what transformers makes of no files
+        raise InputError(f"The folder {name} has no tokenizer: give --tokenizer-name.")
     if tokenizer.eos_token_id is None:
         raise InputError(f"The tokenizer of {name} has no end-of-text token: choose another one.")
     return tokenizer

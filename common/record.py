@@ -50,7 +50,7 @@ def describe_training(
     digest = xxhash.xxh3_64_hexdigest(facts.encode())
     return {
         "model": f"{model.config.model_type}-{digest}",
-        "dataset": train_data.digest,
+        "dataset_checksum": train_data.digest,
         "seq_length": seq_length,
         "lr": lr,
         "total_steps": total_steps,
@@ -66,6 +66,12 @@ def find_checkpoint(run_dir: Path, training: dict[str, object]) -> Path | None:
     """
     record_file = run_dir / "state.json"
     if not record_file.exists():
+        # One folder can be left by a kill before the first record; more were once recorded.
+        if len(list((run_dir / "checkpoints").glob("step-*"))) > 1:
+            raise InputError(
+                f"{run_dir} has checkpoints and no state.json: restore it, or start anew with "
+                "another -e."
+            )
         return None
     try:
         state = json.loads(record_file.read_text(encoding="utf-8"))

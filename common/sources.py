@@ -1,6 +1,7 @@
 """Where documents come from: the built-in corpus, local files and folders, or the hub."""
 
 import hashlib
+import logging
 import os
 import re
 import sysconfig
@@ -22,6 +23,8 @@ from common.tables import (
 
 if TYPE_CHECKING:  # the library takes most of a second to import: only a first start pays for it
     import datasets
+
+logger = logging.getLogger(__name__)
 
 BUILT_IN = "python-stdlib"
 TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst", ".py")
@@ -57,20 +60,23 @@ def find_source(name: str, subset: str | None, text_column: str | None) -> Sourc
 
     Raises InputError, now or in `load`, where there is no such data set or no such column.
     """
+    path = Path(name)
+    text = name == BUILT_IN or path.suffix in TEXT_SUFFIXES
+    if text and (subset or text_column):
+        raise InputError(f"{name} is text: it has no --dataset-subset and no --text-column.")
     if name == BUILT_IN:
         root = Path(sysconfig.get_paths()["stdlib"])
         files = _files(root, (".py",), skip=NOT_CODE)
         if not files:
             raise InputError(f"This Python has no source files in {root}: give -d a local path.")
         return Source(_fingerprint(name, root, files), lambda: _stdlib(root, files))
-    path = Path(name)
     if path.is_file():
         if path.suffix not in (*TEXT_SUFFIXES, *TABLE_SUFFIXES):
             raise InputError(f"The file {name} does not end in one of: {KNOWN_SUFFIXES}.")
         files = [Path(path.name)]
         fingerprint = _fingerprint(text_column, path.parent, files)
         return Source(fingerprint, lambda: _local(path.parent, files, text_column))
-    if path.is_dir():
+    if name and path.is_dir():
         files = _files(path, tuple(TABLE_SUFFIXES)) or _files(path, TEXT_SUFFIXES)
         if not files:
             raise InputError(
@@ -115,7 +121,11 @@ def _fingerprint(options: object, root: Path, files: list[Path]) -> str:
 
 
 def _read(path: Path) -> str:
-    return path.read_text(encoding="utf-8", errors="replace")
+    try:
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError:
+        logger.warning(f"{path} is not UTF-8: each byte that is none becomes U+FFFD")
+        return path.read_text(encoding="utf-8", errors="replace")
 
 
 def _stdlib(root: Path, files: list[Path]) -> "tuple[datasets.Dataset, datasets.Dataset]":
@@ -147,7 +157,8 @@ def _local(
 
 
 def _from_hub(name: str, subset: str | None) -> "datasets.DatasetDict":
-    hub_is_reachable()
+    if name and name[0] not in "/.~":
+        hub_is_reachable()
     try:
         return import_datasets().load_dataset(name, subset)
     except Exception as error:  # no network, no such data set, no such subset, a gated one

@@ -68,6 +68,56 @@ def test_unknown_dataset(refuse):
     assert "-d python-stdlib -m gpt2-tiny" in sentence
 
 
+def test_a_path_that_is_not_there(refuse, tmp_path):
+    for path in (tmp_path / "nope.txt", "./nope", "a/b/c"):
+        for flag, kind in (("-d", "data set"), ("-m", "model")):
+            assert f"There is no {kind} at '{path}'" in refuse(flag, path)
+    assert "There is no data set at ''" in refuse("-d", "")
+
+
+def test_text_has_no_columns(refuse, tmp_path):
+    assert "is text: it has no" in refuse("--dataset-subset", "foo")
+    assert "is text: it has no" in refuse("--text-column", "body")
+
+
+def test_a_folder_without_a_tokenizer(refuse):
+    sentence = refuse("-m", ROOT / "common/presets/gpt2-tiny")
+    assert "has no tokenizer: give --tokenizer-name" in sentence
+
+
+def test_state_json_is_gone(train, refuse, corpus, tmp_path):
+    train("-d", corpus, *SMALL)
+    (tmp_path / "run/state.json").unlink()
+    assert "has checkpoints and no state.json" in refuse("-d", corpus, *SMALL)
+
+
+def test_text_that_is_not_utf_8_is_pointed_out(corpus, tmp_path):
+    path = tmp_path / "latin.txt"
+    path.write_bytes("Stra\xdfe und B\xe4ume. ".encode("latin-1") * 500)
+    args = (*SMALL, "-d", path, "--save-dir", tmp_path, "-e", "run")
+    done = run_script(SCRIPT, *args)
+    assert done.returncode == 0 and f"{path} is not UTF-8" in done.stderr
+
+
+def test_a_full_disk_outside_a_checkpoint(corpus, tmp_path):
+    """One sentence, although wandb cannot end its run either."""
+    hook = tmp_path / "hook"
+    hook.mkdir()
+    (hook / "sitecustomize.py").write_text(
+        "import json, errno\ndumps = json.dumps\n"
+        "def full(value, **options):\n"
+        "    if isinstance(value, dict) and 'grad_norm' in value:\n"
+        "        raise OSError(errno.ENOSPC, 'No space left on device')\n"
+        "    return dumps(value, **options)\n"
+        "json.dumps = full\n"
+    )
+    args = (SCRIPT, "-d", corpus, *SMALL, "--save-dir", tmp_path, "-e", "run")
+    done = run_script(*args, PYTHONPATH=str(hook), WANDB_MODE="offline")
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith("Cannot write: No space left on device.")
+    assert "Traceback" not in done.stderr
+
+
 def test_unknown_model(refuse):
     sentence = refuse("-m", "openai-community/gpt2", "-d", "tatsu-lab/alpaca")
     assert "model 'openai-community/gpt2' is neither a preset (gpt2, gpt2-tiny," in sentence
@@ -171,8 +221,10 @@ def test_the_shortest_sequences(train, corpus):
 
 
 def test_a_generated_name_is_a_name():
-    args = argparse.Namespace(model_name="gpt2-tiny", dataset_name="/my data/notes, part 1.txt")
-    name = cli.new_experiment_name(args)
+    args = argparse.Namespace(
+        experiment_name=None, model_name="gpt2-tiny", dataset_name="/my data/notes, part 1.txt"
+    )
+    name = cli.experiment_name(args)
     assert re.fullmatch(r"gpt2-tiny-notes-part-1-\d{8}-\d{6}", name)
 
 
@@ -207,7 +259,7 @@ def test_tokenizer_larger_than_the_vocabulary(refuse, tmp_path):
     assert "The tokenizer has 4096 tokens and the model only 1000" in sentence
 
 
-@pytest.mark.parametrize("name", ["a/b", "..", "a b:c", "run "])
+@pytest.mark.parametrize("name", ["a/b", "..", "a b:c", "run ", ""])
 def test_name_that_is_no_folder(refuse, corpus, name):
     assert "cannot be an experiment's name" in refuse("-d", corpus, *SMALL, name=name)
 
@@ -259,7 +311,7 @@ def test_arguments_from_a_file(monkeypatch, tmp_path):
         (("--max-steps", 8), "total_steps 4, not 8"),
         (("--lr", 1e-3), "lr 0.0078125, not 0.001"),
         (("--seed", 1), "seed 0, not 1"),
-        (("--warmup-steps", 1), "warmup_steps 100, not 1"),
+        (("--warmup-steps", 3), "warmup_steps 1, not 3"),
         (("--param-dtype", "bfloat16"), "param_dtype float32, not bfloat16"),
         (("--max-grad-norm", 2), "max_grad_norm 1.0, not 2.0"),
         (("--weight-decay", 0), "weight_decay 0.1, not 0.0"),
@@ -278,7 +330,7 @@ def test_resume_with_another_training(train, refuse, corpus, tmp_path, args, nam
 def test_resume_with_another_corpus(train, refuse, corpus):
     train("-d", corpus, *SMALL)
     corpus.write_text(corpus.read_text().replace("Text number 7,", "Text number 8,"))
-    assert "was started with dataset " in refuse("-d", corpus, *SMALL)
+    assert "was started with dataset_checksum " in refuse("-d", corpus, *SMALL)
 
 
 def test_resume_with_what_may_change(train, corpus, tmp_path):

@@ -26,7 +26,7 @@ FLAGS = {
     "batch_size": 8,
     "global_batch_size": 24,
     "lr": None,
-    "warmup_steps": 100,
+    "warmup_steps": None,
     "weight_decay": 0.1,
     "max_grad_norm": 1.0,
     "num_epochs": 0.6,

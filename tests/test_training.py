@@ -74,6 +74,11 @@ def test_logged_loss_is_the_mean_since_the_last_log(train):
     assert column(seventh, "loss") == pytest.approx(means, rel=1e-6)
 
 
+def test_warm_up_fits_a_short_run(train):
+    rates = column(train("-s", 32, "--max-steps", 8, "--log-freq", 1), "lr")
+    assert rates[:3] == pytest.approx([1 / 256, 1 / 128, 1 / 128]) and rates[-1] < rates[2]
+
+
 def test_learning_rate_follows_the_schedule(train):
     metrics = train(*FAST, "--lr", 0.01)
     expected = [0.01 * step / 5 for step in range(1, 6)]
