@@ -59,6 +59,8 @@ def _child(
     file_size_limit: bytes that a file may have, as if the disk were full beyond.
     """
     os.chdir(ROOT)
+    # A shell starts what it puts in the background with SIGINT ignored, and children inherit that.
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     if stderr_file:
         sys.stderr = open(stderr_file, "w", buffering=1)  # noqa: PTH123, SIM115
     random.seed(12345)  # the state a run must not depend on
