@@ -47,24 +47,32 @@ def save_checkpoint(
         shutil.rmtree(unfinished, ignore_errors=True)
     _barrier()
     content = _content(model, optimizer, lr_scheduler, state, rank)
+    sums, failures = {}, {}
     try:
         with _quiet():
             dcp.save(content, checkpoint_id=unfinished, no_dist=world_size == 1)
         own = [*unfinished.glob(f"__{rank}_*"), *([unfinished / ".metadata"] if rank == 0 else [])]
-        sums = gather({file.name: measure_file(file) for file in own})
-        if rank == 0:
-            metadata = dcp.FileSystemReader(unfinished).read_metadata()
-            missing = {part.relative_path for part in metadata.storage_data.values()} - set(sums)
-            assert not missing, f"written but not seen, is the file system shared? {missing}"
-            commit_checkpoint(run_dir, path, unfinished, state["step"], training, sums, keep)
+        sums = {file.name: measure_file(file) for file in own}
     except (CheckpointException, OSError) as error:
+        failures = {rank: _cause(error)}
+    # All ranks must come to both collectives and to the same end, whichever of them failed.
+    sums, failures = gather(sums), gather(failures)
+    if rank == 0 and not failures:
+        metadata = dcp.FileSystemReader(unfinished).read_metadata()
+        missing = {part.relative_path for part in metadata.storage_data.values()} - sums.keys()
+        assert not missing, f"written but not seen, is the file system shared? {missing}"
+        try:
+            commit_checkpoint(run_dir, path, unfinished, state["step"], training, sums, keep)
+        except OSError as error:
+            failures = {rank: _cause(error)}
+    failures = gather(failures)
+    if failures:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise InputError(
             f"The checkpoint of step {state['step']} could not be written to {run_dir} "
-            f"({_cause(error)}): make room and start the same command again, it goes on from the "
-            "last complete checkpoint."
-        ) from error
-    _barrier()
+            f"({next(iter(failures.values()))}): make room and start the same command again, it "
+            "goes on from the last complete checkpoint."
+        )
 
 
 def load_checkpoint(
@@ -81,13 +89,16 @@ def load_checkpoint(
     rank, world_size = rank_and_world_size()
     content = _content(model, optimizer, lr_scheduler, state, rank)
     try:
-        # Partial, since a new rank has no random state in it: nothing else may be missing.
+        # Partial, for states that another release of PyTorch names otherwise. No tensor of the
+        # model or the optimizer may be missing, and a new rank has no random state in it.
         saved = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
         wanted = {f"model.{name}" for name in content["model"]}
         for name, moments in content["optimizer"]["state"].items():
             wanted |= {f"optimizer.state.{name}.{key}" for key in moments}
         if missing := sorted(wanted - saved.keys()):
             raise InputError(f"The checkpoint {checkpoint} does not hold {missing[0]}.")
+        if f"rng-{rank}.torch" not in saved:
+            del content[f"rng-{rank}"]
         with _quiet():
             dcp.load(
                 content,
@@ -105,7 +116,8 @@ def load_checkpoint(
     )
     lr_scheduler.load_state_dict(content["lr_scheduler"])
     state.update(content["state"])
-    _set_rng_state(content[f"rng-{rank}"])
+    if f"rng-{rank}" in content:
+        _set_rng_state(content[f"rng-{rank}"])
 
 
 def _content(

@@ -97,11 +97,10 @@ def find_checkpoint(run_dir: Path, training: dict[str, object]) -> Path | None:
     mine = sorted(record["files"])[rank::world_size]  # each rank reads its share of the bytes
     damaged = gather({n: 1 for n in mine if measure_file(path / n) != record["files"][n]})
     for name in damaged:
-        older = f"delete {path} to go on from step {present[-2]['step']}, or "
-        raise InputError(
-            f"The checkpoint file {path / name} is damaged: "
-            f"{older if len(present) > 1 else ''}start anew with another -e."
-        )
+        way_back = "start anew with another -e"
+        if len(present) > 1:
+            way_back = f"delete {path} to go on from step {present[-2]['step']}, or {way_back}"
+        raise InputError(f"The checkpoint file {path / name} is damaged: {way_back}.")
     return path
 
 
@@ -170,5 +169,5 @@ def gather(part: dict) -> dict:
     if not dist.is_initialized():
         return part
     parts = [None] * dist.get_world_size()
-    dist.allgather_object(parts, part)
+    dist.all_gather_object(parts, part)
     return {key: value for each in parts for key, value in sorted(each.items())}

@@ -51,7 +51,6 @@ class Tracker:
     config: what wandb shall store beside the metrics (arguments, sizes).
     step: the step that the run begins after. Lines of later steps, which a run that was killed
         may have left, are removed: those steps are trained again.
-
     """
 
     def __init__(self, run_dir: Path, config: dict, step: int, rank: int = 0) -> None:

@@ -371,6 +371,12 @@ def test_checkpoint_with_a_missing_or_short_file(train, refuse, corpus, tmp_path
     assert "is damaged" in refuse("-d", corpus, *SMALL)
 
 
+def test_the_only_checkpoint_is_damaged(train, refuse, corpus, tmp_path):
+    train("-d", corpus, *SMALL, "--keep-checkpoints", 1)
+    os.truncate(newest_file(tmp_path / "run"), 1000)
+    assert refuse("-d", corpus, *SMALL).endswith("is damaged: start anew with another -e.")
+
+
 @pytest.mark.parametrize(
     "text", ["", "{", "[]", '{"format": 99, "training": {}, "checkpoints": []}']
 )
