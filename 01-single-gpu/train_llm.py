@@ -214,7 +214,7 @@ def main() -> None:
             with timers("evaluate"):
                 metrics |= evaluate(model, eval_dataloader, eval_data.tokens_per_byte)
         if len(metrics) > 1:
-            tracker.log(state["step"], metrics)
+            tracker.log(metrics)
             cli.show_metrics(logger, progress_bar, metrics)
         if state["step"] % args.ckpt_freq == 0 or last:
             with timers("save"):  # a kill in here leaves the checkpoint before it in force

@@ -153,9 +153,7 @@ def load_blocks(
     Raises InputError for an unknown data set or column, and for a corpus of less than one block.
     """
     source = find_source(args.dataset_name, args.dataset_subset, args.text_column)
-    encoding = hashlib.sha256(
-        repr((tokenizer.eos_token_id, tokenizer_rules(tokenizer))).encode()
-    ).hexdigest()
+    encoding = (tokenizer.eos_token_id, tokenizer_rules(tokenizer))
     key = repr((CACHE_VERSION, source.fingerprint, encoding, seq_length))
     cache = Path(constants.HF_HOME) / "packed-blocks"
     folder = cache / hashlib.sha256(key.encode()).hexdigest()[:32]

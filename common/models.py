@@ -46,10 +46,18 @@ def hub_is_reachable() -> bool:
     return True
 
 
+def prepare_for_hub(kind: str, name: str) -> None:
+    """Make sure that asking the hub for this name does not wait for a hub out of reach.
+
+    Raises InputError for a name that is no id of the hub, but a path that is not there.
+    """
+    if not name or name[0] in "/.~" or name.count("/") > 1:
+        raise InputError(f"There is no {kind} at {name!r}: no such file or folder.")
+    hub_is_reachable()
+
+
 def not_found(kind: str, name: str, presets: tuple[str, ...], cause: Exception) -> InputError:
     """Return the one sentence that says why a model or a data set cannot be had."""
-    if not name or name[0] in "/.~" or name.count("/") > 1:  # no id of the hub looks like this
-        return InputError(f"There is no {kind} at {name!r}: no such file or folder.")
     text = f"The {kind} {name!r} is neither a preset ({', '.join(presets)}) nor a local path"
     if not hub_is_reachable():
         return InputError(
@@ -59,16 +67,24 @@ def not_found(kind: str, name: str, presets: tuple[str, ...], cause: Exception) 
     return InputError(f"{text}, and the hub does not give it: {_first_line(cause)}")
 
 
-def resolve_model(name: str) -> str:
+def resolve_model(name: str, kind: str = "model") -> str:
     """Return what transformers loads a model from: a preset's folder, a local folder, a hub id.
 
-    Nothing asks the hub for a preset or a local folder.
+    Nothing asks the hub for a preset or a local folder. Raises InputError for a path that is not
+    there.
     """
     if name in PRESET_NAMES:
         return str(PRESETS / name)
-    if not Path(name).is_dir():
-        hub_is_reachable()
+    if not name or not Path(name).is_dir():
+        prepare_for_hub(kind, name)
     return name
+
+
+def _cannot_load(kind: str, name: str, lacks: str, cause: Exception) -> InputError:
+    """Return why nothing could be loaded: what a local folder lacks, or what the hub has not."""
+    if Path(name).is_dir():
+        return InputError(f"The folder {name} has no {lacks}")
+    return not_found(kind, name, PRESET_NAMES, cause)
 
 
 def load_config(name: str) -> PretrainedConfig:
@@ -81,11 +97,8 @@ def load_config(name: str) -> PretrainedConfig:
     try:
         config = AutoConfig.from_pretrained(resolve_model(name), use_cache=False)
     except (OSError, ValueError) as error:
-        if Path(name).is_dir():
-            raise InputError(
-                f"The folder {name} has no usable config.json: {_first_line(error)}"
-            ) from error
-        raise not_found("model", name, PRESET_NAMES, error) from error
+        lacks = f"usable config.json: {_first_line(error)}"
+        raise _cannot_load("model", name, lacks, error) from error
     encoder = getattr(config, "is_decoder", None) is False
     if (
         type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
@@ -118,17 +131,15 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
 
     Raises InputError where there is none, or it has no end-of-text token to part documents with.
     """
-    folder = str(PRESETS / "tokenizer") if name in PRESET_NAMES else resolve_model(name)
+    in_presets = name in PRESET_NAMES
+    folder = str(PRESETS / "tokenizer") if in_presets else resolve_model(name, "tokenizer")
+    lacks = "tokenizer: give --tokenizer-name."
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError) as error:
-        if Path(name).is_dir():
-            raise InputError(
-                f"The folder {name} has no tokenizer: give --tokenizer-name."
-            ) from error
-        raise not_found("tokenizer", name, PRESET_NAMES, error) from error
+        raise _cannot_load("tokenizer", name, lacks, error) from error
     if len(tokenizer) <= len(tokenizer.all_special_ids):  # what transformers makes of no files
-        raise InputError(f"The folder {name} has no tokenizer: give --tokenizer-name.")
+        raise InputError(f"The folder {name} has no {lacks}")
     if tokenizer.eos_token_id is None:
         raise InputError(f"The tokenizer of {name} has no end-of-text token: choose another one.")
     return tokenizer
@@ -149,11 +160,8 @@ def load_pretrained(name: str, config: PretrainedConfig) -> PreTrainedModel:
             dtype=torch.float32,
         )
     except (OSError, ValueError) as error:
-        if Path(name).is_dir():
-            raise InputError(
-                f"The folder {name} has no usable weights: {_first_line(error)}"
-            ) from error
-        raise not_found("model", name, PRESET_NAMES, error) from error
+        lacks = f"usable weights: {_first_line(error)}"
+        raise _cannot_load("model", name, lacks, error) from error
 
 
 def check_sizes(

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from common.cli import InputError
-from common.models import hub_is_reachable, not_found
+from common.models import not_found, prepare_for_hub
 from common.tables import (
     documents_of,
     import_datasets,
@@ -157,8 +157,7 @@ def _local(
 
 
 def _from_hub(name: str, subset: str | None) -> "datasets.DatasetDict":
-    if name and name[0] not in "/.~":
-        hub_is_reachable()
+    prepare_for_hub("data set", name)
     try:
         return import_datasets().load_dataset(name, subset)
     except Exception as error:  # no network, no such data set, no such subset, a gated one

@@ -64,18 +64,19 @@ class Tracker:
         if os.environ.get("WANDB_MODE") != "disabled":
             self._wandb = _start_wandb(run_dir, config)
 
-    def log(self, step: int, metrics: dict[str, float | None]) -> None:
-        """Add the metrics of a step, one line; a kill of the process no longer loses it.
+    def log(self, metrics: dict[str, float | None]) -> None:
+        """Add the metrics of a step, "step" among them; a kill of the process loses no line.
 
         What is not finite, as in a run that diverged, becomes null: JSON has no other way.
         """
         if not self.active:
             return
         metrics = {k: v if v is not None and math.isfinite(v) else None for k, v in metrics.items()}
-        self._file.write(json.dumps({"step": step, **metrics}) + "\n")
+        self._file.write(json.dumps(metrics) + "\n")
         self._file.flush()
         if self._wandb is not None:
-            self._wandb.log({key: v for key, v in metrics.items() if v is not None}, step=step)
+            known = {key: value for key, value in metrics.items() if value is not None}
+            self._wandb.log(known, step=metrics["step"])
 
     def finish(self) -> None:
         """Close the file and end the wandb run; a run that is killed loses neither."""

@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from conftest import run_script
+from conftest import read_metrics, run_script
 from wandb.proto import wandb_internal_pb2
 
 SCRIPT = "01-single-gpu/train_llm.py"
@@ -86,8 +86,7 @@ def test_resumed_run_has_the_same_id(runs):
     assert [line["_step"] for line in history] == [6, 8]
     _, _, before = read_run(folders[0])
     assert [line["loss"] for line in history] == [line["loss"] for line in before[2:]]
-    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [2, 4, 6, 8]
+    assert [line["step"] for line in read_metrics(run_dir)] == [2, 4, 6, 8]
 
 
 @pytest.mark.slow  # wandb tries for half a minute
