@@ -8,13 +8,12 @@ import logging
 import math
 
 import torch
-import tqdm
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, set_seed
 
-from common import cli, models
+from common import cli, launch, models
 from common.checkpoint import load_checkpoint, save_checkpoint
 from common.cli import at_least
 from common.data import ResumableSampler, describe_batch, load_blocks, split_batch
@@ -116,8 +115,9 @@ def main() -> None:
         generator=torch.Generator(),
     )
     # Batches of one shape: a compiled model would be compiled again for a smaller last one.
+    eval_data = eval_data.pad_to_multiple(micro_batch_size * world_size)
     eval_dataloader = DataLoader(
-        eval_data.pad_to_multiple(micro_batch_size * world_size),
+        eval_data,
         batch_size=micro_batch_size,
         generator=torch.Generator(),
     )
@@ -147,8 +147,8 @@ def main() -> None:
     lr_scheduler = LambdaLR(optimizer, lr_factor)
 
     # --- resume ---
-    run_dir = make_run_dir(args.save_dir, cli.experiment_name(args), rank)
-    logger.info(f"the run's folder is {run_dir}; {cli.how_to_go_on(run_dir.name)}")
+    run_dir = make_run_dir(args.save_dir, launch.experiment_name(args), rank)
+    logger.info(f"the run's folder is {run_dir}; {launch.how_to_go_on(run_dir.name)}")
     set_seed(args.seed + rank)  # for dropout: Python, NumPy and PyTorch
     # With the weights, the moments and the schedule: all that the next step depends on.
     state = {"step": 0, "logged_step": 0, "running_loss": torch.zeros((), device=device)}
@@ -165,7 +165,7 @@ def main() -> None:
     # --- train ---
     logger.info(describe_batch(micro_batch_size, world_size, accumulation, seq_length))
     tracker = Tracker(run_dir, {**vars(args), **training}, state["step"], rank)
-    progress_bar = tqdm.tqdm(total=total_steps, initial=state["step"], unit="step", disable=None)
+    progress_bar = cli.progress_bar(total_steps, state["step"], rank)
     token_flops = flops_per_token(model, config, seq_length)
     timers = PhaseTimers(device)
     batches = None
@@ -224,7 +224,7 @@ def main() -> None:
     progress_bar.close()
     tracker.finish()
     sample = sample_text(model, tokenizer, args.dataset_name, seq_length, args.seed)
-    logger.info(cli.describe_end(run_dir, metrics, *sample))
+    logger.info(launch.describe_end(run_dir, metrics, *sample))
 
 
 @torch.no_grad()
@@ -247,4 +247,4 @@ def evaluate(model: nn.Module, dataloader: DataLoader, tokens_per_byte: float) -
 
 
 if __name__ == "__main__":
-    cli.run(main)
+    launch.run(main)

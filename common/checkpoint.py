@@ -110,21 +110,32 @@ def load_checkpoint(
         raise InputError(f"The checkpoint {checkpoint} cannot be read: {_cause(error)}.") from error
     set_state_dict(
         model,
-        optimizer,
+        _own_part(optimizer),
         model_state_dict=content["model"],
         optim_state_dict=content["optimizer"],
     )
+    for group, loaded in zip(
+        optimizer.param_groups, _own_part(optimizer).param_groups, strict=True
+    ):
+        group |= {key: value for key, value in loaded.items() if key != "params"}
     lr_scheduler.load_state_dict(content["lr_scheduler"])
     state.update(content["state"])
     if f"rng-{rank}" in content:
         _set_rng_state(content[f"rng-{rank}"])
 
 
+def _own_part(optimizer: Optimizer) -> Optimizer:
+    """Return what holds this rank's moments: of ZeroRedundancyOptimizer, the one inside it."""
+    return getattr(optimizer, "optim", optimizer)
+
+
 def _content(
     model: nn.Module, optimizer: Optimizer, lr_scheduler: LRScheduler, state: dict, rank: int
 ) -> dict:
     # Without any wrapper's prefix, and sharded where the model is: the same for all chapters.
-    model_state, optimizer_state = get_state_dict(model, optimizer)
+    model_state, optimizer_state = get_state_dict(model, _own_part(optimizer))
+    (group,) = optimizer_state["param_groups"]
+    group["params"] = [name for name, _ in model.named_parameters()]  # not only this rank's
     return {
         "model": model_state,
         "optimizer": optimizer_state,

@@ -1,17 +1,14 @@
 """The command line: arguments, one-sentence errors, log lines, and what a run says of itself."""
 
 import argparse
-import errno
 import logging
 import os
 import platform
 import re
 import shlex
 import sys
-import time
 from collections.abc import Callable
-from pathlib import Path
-from typing import NoReturn
+from typing import IO
 
 import torch
 import tqdm
@@ -24,9 +21,6 @@ LOGGED_ENVIRONMENT = re.compile(
     r"|SLURM_RESTART_COUNT|NCCL_(DEBUG|IB_DISABLE|P2P_DISABLE|SOCKET_IFNAME)"
     r"|TORCH_DISTRIBUTED_DEBUG|WANDB_MODE)"
 )
-
-# Set when the run has a name, for a run that is interrupted.
-_how_to_go_on = "nothing was started."
 
 
 class InputError(Exception):
@@ -60,6 +54,10 @@ class ArgumentParser(argparse.ArgumentParser):
         except ValueError as error:
             self.error(f"cannot read the line {arg_line!r} of the @file: {error}")
 
+    def _print_message(self, message: str, file: IO[str] | None = None) -> None:
+        if os.environ.get("RANK", "0") == "0":  # all ranks have the same to say
+            super()._print_message(message, file)
+
 
 def at_least(low: int | float) -> Callable[[str], int | float]:
     """Return an argparse type: a finite number of the type of `low`, from it up to 2^31."""
@@ -88,29 +86,6 @@ def above_zero(text: str) -> float:
     return value
 
 
-def run(main: Callable[[], None]) -> NoReturn:
-    """Call `main` and exit: 0, or 2 with one sentence for bad input, or 130 after Ctrl-C."""
-    try:
-        main()
-    except InputError as error:
-        _leave(str(error), status=2)
-    except KeyboardInterrupt:
-        _leave(f"Interrupted; {_how_to_go_on}", 130)
-    except OSError as error:
-        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG):
-            raise
-        where = f" {error.filename}" if error.filename else ""
-        sentence = f"Cannot write{where}: {error.strerror}. Make room, then start this once more."
-        print(sentence, file=sys.stderr, flush=True)
-        os._exit(2)  # at once: what libraries do at the end of a process would fail the same way
-    sys.exit(0)
-
-
-def _leave(sentence: str, status: int) -> NoReturn:
-    print(sentence, file=sys.stderr, flush=True)
-    sys.exit(status)
-
-
 class ProgressHandler(logging.Handler):
     """Write log lines to stderr above a tqdm bar instead of through it."""
 
@@ -118,32 +93,10 @@ class ProgressHandler(logging.Handler):
         tqdm.tqdm.write(self.format(record), file=sys.stderr)
 
 
-def experiment_name(args: argparse.Namespace) -> str:
-    """Return args.experiment_name, or where there is none a new one: model, data set, time.
-
-    Ranks must agree on rank 0's.
-    """
-    if args.experiment_name is not None:
-        return args.experiment_name
-    parts = (
-        Path(args.model_name).name,
-        Path(args.dataset_name).stem,
-        time.strftime("%Y%m%d-%H%M%S"),
-    )
-    return re.sub(r"[^\w.-]+", "-", "-".join(parts))
-
-
-def how_to_go_on(experiment_name: str) -> str:
-    """Return the sentence that says with which command the run goes on, as one can type it."""
-    global _how_to_go_on
-    words = list(sys.argv)
-    if not {"-e", "--experiment-name"} & {word.split("=")[0] for word in words}:
-        words += ["-e", experiment_name]
-    python = Path(sys.executable)
-    here = python.is_relative_to(Path.cwd())
-    words.insert(0, str(python.relative_to(Path.cwd()) if here else python))
-    _how_to_go_on = f"to go on with it after a stop: {shlex.join(words)}"
-    return _how_to_go_on
+def progress_bar(total_steps: int, steps_done: int, rank: int) -> tqdm.tqdm:
+    """Return a bar of the steps on rank 0, if stderr is a terminal; elsewhere it shows nothing."""
+    disable = True if rank else None
+    return tqdm.tqdm(total=total_steps, initial=steps_done, unit="step", disable=disable)
 
 
 def describe_run(args: argparse.Namespace, device: torch.device) -> str:
@@ -178,13 +131,3 @@ def show_metrics(logger: logging.Logger, bar: tqdm.tqdm, metrics: dict[str, floa
     }
     logger.info(" | ".join([f"step {metrics['step']}/{bar.total}", *shown.values()]))
     bar.set_postfix_str(", ".join(shown[key] for key in ("loss", "tokens_per_s") if key in shown))
-
-
-def describe_end(run_dir: Path, metrics: dict[str, float], prompt: str, text: str) -> str:
-    """Return the lines that end a run: evaluation, sample, folder, and the command to go on."""
-    return (
-        f"a sample of the model, after the prompt {prompt!r}:\n\n{text}\n\n"
-        f"evaluation: loss {metrics['eval_loss']:.4f}, perplexity {metrics['perplexity']:.2f}, "
-        f"{metrics['bits_per_byte']:.3f} bits per byte\n"
-        f"the run's folder: {run_dir}\n{_how_to_go_on}"
-    )

@@ -18,7 +18,7 @@ import transformers  # noqa: F401  imported once, by the server
 from torch.distributed.checkpoint import filesystem
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from common import checkpoint, cli, data, record
+from common import checkpoint, data, launch, record
 
 ROOT = Path(__file__).parents[1]
 SAVE_STAGES = ("writing", "written", "renamed", "committed")
@@ -82,7 +82,7 @@ def _child(
     sys.argv = [f"{chapter}/train_llm.py", *args]
     from conftest import load_script
 
-    cli.run(load_script(ROOT / chapter / "train_llm.py").main)
+    launch.run(load_script(ROOT / chapter / "train_llm.py").main)
 
 
 def _kill(*_: object) -> None:

@@ -15,7 +15,7 @@ from conftest import ROOT, load_script, read_metrics, run_script
 from runner import finish, start
 from transformers import CONFIG_MAPPING
 
-from common import cli, data
+from common import data, launch
 
 SCRIPT = "01-single-gpu/train_llm.py"
 SMALL = ["-s", 32, "--global-batch-size", 6, "--max-steps", 4, "--ckpt-freq", 2, "--log-freq", 1]
@@ -38,7 +38,7 @@ def refuse(tmp_path, monkeypatch, capfd):
         monkeypatch.setattr(sys, "argv", [str(arg) for arg in argv])
         capfd.readouterr()
         with pytest.raises(SystemExit) as exit_:
-            cli.run(load_script(ROOT / SCRIPT).main)
+            launch.run(load_script(ROOT / SCRIPT).main)
         err = capfd.readouterr().err
         assert exit_.value.code == 2, err
         header = ("[20", "versions: ", "environment: ")
@@ -222,7 +222,7 @@ def test_a_generated_name_is_a_name():
     args = argparse.Namespace(
         experiment_name=None, model_name="gpt2-tiny", dataset_name="/my data/notes, part 1.txt"
     )
-    name = cli.experiment_name(args)
+    name = launch.experiment_name(args)
     assert re.fullmatch(r"gpt2-tiny-notes-part-1-\d{8}-\d{6}", name)
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from conftest import CHAPTERS, ROOT, run_script
 
-from common import cli
+from common import launch
 
 PAGES = [ROOT / "README.md", *(ROOT / chapter / "README.md" for chapter in CHAPTERS)]
 HEADINGS = [
@@ -141,7 +141,7 @@ def test_recorded_run_reaches_what_is_promised():
     seconds = (stamps[-1] - stamps[0]).total_seconds()
     assert seconds <= 90
     assert f"after {seconds:.0f} seconds" in (ROOT / "README.md").read_text()
-    end = cli.describe_end(Path("FOLDER"), last, "    def", "TEXT")
+    end = launch.describe_end(Path("FOLDER"), last, "    def", "TEXT")
     for part in re.split("FOLDER|TEXT", end.splitlines()[0]):
         assert part in output, "recorded by another version of the code"
     sample = output.split("a sample of the model")[1]

@@ -1,0 +1,146 @@
+"""How a process of a run starts and ends: its place among the others, its name, its last words."""
+
+import argparse
+import errno
+import os
+import re
+import shlex
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import NoReturn
+
+import torch
+import torch.distributed as dist
+
+from common.cli import InputError
+
+# What torchrun tells each process that it starts.
+PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
+ALONE = {**dict.fromkeys(PLACE, "0"), "WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}
+HEAD_START_S = 5.0  # for rank 0: what all ranks have to say, it alone says
+
+# Set when the run has a name, for a run that is interrupted.
+_how_to_go_on = "nothing was started."
+
+
+def complete_environment() -> None:
+    """Set torchrun's variables for a process that was started without it: a world of one.
+
+    Raises InputError where only some of them are set, where they make no sense, or where there are
+    more processes on this machine than GPUs (but a machine without any has room for all).
+    """
+    missing = [name for name in PLACE if name not in os.environ]
+    if len(missing) == len(PLACE):
+        os.environ |= ALONE
+        return
+    present = [name for name in PLACE if name in os.environ]
+    if missing:
+        raise InputError(
+            f"{', '.join(present)} is set but {', '.join(missing)} is not: start this with "
+            f"torchrun, or unset {' '.join(present)} to train in one process."
+        )
+    numbers = {name: os.environ[name] for name in PLACE if name != "MASTER_ADDR"}
+    for name, text in numbers.items():
+        if not text.isdecimal():
+            raise InputError(f"{name} is {text!r}, which is no number: start this with torchrun.")
+    if int(numbers["RANK"]) >= int(numbers["WORLD_SIZE"]):
+        raise InputError("RANK must be below WORLD_SIZE, counted from 0: start this with torchrun.")
+    here = int(os.environ.get("LOCAL_WORLD_SIZE", int(numbers["LOCAL_RANK"]) + 1))
+    if 0 < torch.cuda.device_count() < here:
+        raise InputError(
+            f"{here} processes on this machine need {here} GPUs and PyTorch sees "
+            f"{torch.cuda.device_count()}: give torchrun --nproc-per-node gpu."
+        )
+
+
+def run(main: Callable[[], None]) -> NoReturn:
+    """Call `main` and exit: 0, or with one sentence 2 for bad input, 130 after Ctrl-C, 1 where
+    the other ranks are gone or out of reach.
+    """
+    try:
+        main()
+    except InputError as error:
+        _leave(str(error), 2)
+    except KeyboardInterrupt:
+        _leave(f"Interrupted; {_how_to_go_on}", 130)
+    except OSError as error:
+        if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG):
+            raise
+        where = f" {error.filename}" if error.filename else ""
+        sentence = f"Cannot write{where}: {error.strerror}. Make room, then start this once more."
+        print(sentence, file=sys.stderr, flush=True)
+        os._exit(2)  # at once: what libraries do at the end of a process would fail the same way
+    except RuntimeError as error:
+        reason = re.sub(r"^\[.*?\] ", "", str(error).splitlines()[0])
+        if "EADDRINUSE" in str(error):
+            port = os.environ["MASTER_PORT"]
+            _leave(f"Port {port} is in use: give another MASTER_PORT, or torchrun --standalone.", 2)
+        # gloo has no exceptions of its own, only a path of its sources in the text.
+        if not isinstance(error, dist.DistError) and "/gloo/" not in str(error):
+            raise
+        _leave(f"The other ranks are gone or out of reach ({reason}); {_how_to_go_on}", 1)
+    sys.exit(0)
+
+
+def _leave(sentence: str, status: int) -> NoReturn:
+    """Say one sentence and exit; a rank other than 0 speaks only if rank 0 does not.
+
+    What is wrong with the input, all ranks find out; when rank 0 has ended, the launcher ends the
+    others before their time has come to speak.
+    """
+    rank = os.environ.get("RANK", "0")
+    try:
+        if rank != "0":
+            time.sleep(HEAD_START_S)
+            sentence = f"[rank {rank}] {sentence}"
+        print(sentence, file=sys.stderr, flush=True)
+    except KeyboardInterrupt:  # Ctrl-C reaches all ranks, and rank 0 answers it
+        pass
+    os._exit(status) if rank != "0" else sys.exit(status)
+
+
+def experiment_name(args: argparse.Namespace) -> str:
+    """Return args.experiment_name, or where there is none a new one: model, data set, time.
+
+    Clocks differ, so rank 0's is the name; all ranks must call this.
+    """
+    if args.experiment_name is not None:
+        return args.experiment_name
+    parts = (
+        Path(args.model_name).name,
+        Path(args.dataset_name).stem,
+        time.strftime("%Y%m%d-%H%M%S"),
+    )
+    names = [re.sub(r"[^\w.-]+", "-", "-".join(parts))]
+    if dist.is_initialized():
+        dist.broadcast_object_list(names, src=0)
+    return names[0]
+
+
+def how_to_go_on(experiment_name: str) -> str:
+    """Return the sentence that says with which command the run goes on, as one can type it."""
+    global _how_to_go_on
+    words = list(sys.argv)
+    if not {"-e", "--experiment-name"} & {word.split("=")[0] for word in words}:
+        words += ["-e", experiment_name]
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun is this module
+        processes = os.environ["LOCAL_WORLD_SIZE"]
+        launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", processes]
+        words = ["-m", *launcher, *words]
+    python = Path(sys.executable)
+    here = python.is_relative_to(Path.cwd())
+    words.insert(0, str(python.relative_to(Path.cwd()) if here else python))
+    _how_to_go_on = f"to go on with it after a stop: {shlex.join(words)}"
+    return _how_to_go_on
+
+
+def describe_end(run_dir: Path, metrics: dict[str, float], prompt: str, text: str) -> str:
+    """Return the lines that end a run: evaluation, sample, folder, and the command to go on."""
+    return (
+        f"a sample of the model, after the prompt {prompt!r}:\n\n{text}\n\n"
+        f"evaluation: loss {metrics['eval_loss']:.4f}, perplexity {metrics['perplexity']:.2f}, "
+        f"{metrics['bits_per_byte']:.3f} bits per byte\n"
+        f"the run's folder: {run_dir}\n{_how_to_go_on}"
+    )
