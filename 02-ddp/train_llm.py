@@ -121,7 +121,6 @@ def main() -> None:
     # pass. A second name for the same parameters: all else works on the bare model.
     ddp_model = DistributedDataParallel(
         model,
-        broadcast_buffers=False,  # they are tables, equal on all ranks
         gradient_as_bucket_view=True,  # gradients lie in the buckets that are sent: no copy
     )
 

@@ -73,11 +73,12 @@ def run(main: Callable[[], None]) -> NoReturn:
         print(sentence, file=sys.stderr, flush=True)
         os._exit(2)  # at once: what libraries do at the end of a process would fail the same way
     except RuntimeError as error:
-        reason = re.sub(r"^\[.*?\] ", "", str(error).splitlines()[0])
+        # gloo's texts begin with a path of its sources, and some end in advice.
+        reason = re.sub(r"^\[.*?\] |\. This is typically .*", "", str(error).splitlines()[0])
         if "EADDRINUSE" in str(error):
             port = os.environ["MASTER_PORT"]
             _leave(f"Port {port} is in use: give another MASTER_PORT, or torchrun --standalone.", 2)
-        # gloo has no exceptions of its own, only a path of its sources in the text.
+        # It has no exceptions of its own.
         if not isinstance(error, dist.DistError) and "/gloo/" not in str(error):
             raise
         _leave(f"The other ranks are gone or out of reach ({reason}); {_how_to_go_on}", 1)
@@ -120,19 +121,23 @@ def experiment_name(args: argparse.Namespace) -> str:
 
 
 def how_to_go_on(experiment_name: str) -> str:
-    """Return the sentence that says with which command the run goes on, as one can type it."""
+    """Return the sentence that says with which command the run goes on, as one can type it.
+
+    LAUNCH_COMMAND: set by a launch file, what stands before the arguments.
+    """
     global _how_to_go_on
-    words = list(sys.argv)
-    if not {"-e", "--experiment-name"} & {word.split("=")[0] for word in words}:
-        words += ["-e", experiment_name]
-    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun is this module
-        processes = os.environ["LOCAL_WORLD_SIZE"]
-        launcher = ["torch.distributed.run", "--standalone", "--nproc-per-node", processes]
-        words = ["-m", *launcher, *words]
+    arguments = sys.argv[1:]
+    if not {"-e", "--experiment-name"} & {word.split("=")[0] for word in arguments}:
+        arguments += ["-e", experiment_name]
     python = Path(sys.executable)
     here = python.is_relative_to(Path.cwd())
-    words.insert(0, str(python.relative_to(Path.cwd()) if here else python))
-    _how_to_go_on = f"to go on with it after a stop: {shlex.join(words)}"
+    command = [str(python.relative_to(Path.cwd()) if here else python)]
+    if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun is this module
+        command += ["-m", "torch.distributed.run", "--standalone"]
+        command += ["--nproc-per-node", os.environ["LOCAL_WORLD_SIZE"]]
+    command.append(sys.argv[0])
+    command = shlex.split(os.environ.get("LAUNCH_COMMAND", "")) or command
+    _how_to_go_on = f"to go on with it after a stop: {shlex.join(command + arguments)}"
     return _how_to_go_on
 
 

@@ -10,7 +10,6 @@ os.environ["WANDB_MODE"] = "disabled"
 # Threads cost more than they bring to models this small, most of all beside other processes.
 os.environ["OMP_NUM_THREADS"] = "1"
 
-import importlib.util  # noqa: E402
 import json  # noqa: E402
 import subprocess  # noqa: E402
 import sys  # noqa: E402
@@ -18,6 +17,7 @@ from pathlib import Path  # noqa: E402
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
+from runner import load_script  # noqa: E402
 
 ROOT = Path(__file__).parents[1]
 CHAPTERS = sorted(path.parent.name for path in ROOT.glob("[0-9][0-9]-*/train_llm.py"))
@@ -31,14 +31,6 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
         if item.get_closest_marker("multi_gpu") and gpus < 2:
             item.add_marker(pytest.mark.skip(reason="needs two GPUs"))
-
-
-def load_script(path: Path):
-    """Import a script by its path, anew each time."""
-    spec = importlib.util.spec_from_file_location(path.stem, path)
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
 
 
 def read_metrics(run_dir: Path) -> list[dict]:

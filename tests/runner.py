@@ -3,6 +3,7 @@
 Children come from a server that has imported PyTorch already: half a second each, not six.
 """
 
+import importlib.util
 import json
 import multiprocessing
 import os
@@ -11,10 +12,14 @@ import shutil
 import signal
 import sys
 import time
+from collections.abc import Callable
+from multiprocessing import forkserver
 from pathlib import Path
 
 import torch
-import transformers  # noqa: F401  imported once, by the server
+import torch.distributed.optim  # imported once, by the server
+import transformers  # noqa: F401
+from torch.distributed import TCPStore
 from torch.distributed.checkpoint import filesystem
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
@@ -25,12 +30,63 @@ SAVE_STAGES = ("writing", "written", "renamed", "committed")
 
 
 def start(args: list[object], **options: object) -> multiprocessing.Process:
-    """Start chapter 1 with these arguments; see _child for the options."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["runner"])
-    process = context.Process(target=_child, args=([str(arg) for arg in args],), kwargs=options)
+    """Start a chapter with these arguments in one process; see _child for the options."""
+    arguments = [str(arg) for arg in args]
+    process = server_context().Process(target=_child, args=(arguments,), kwargs=options)
     process.start()
     return process
+
+
+def server_context() -> multiprocessing.context.ForkServerContext:
+    """Return the context whose children come from a server that has imported this module."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["runner"])
+    before = os.environ.get("PYTHONPATH")
+    # The server looks for the module here and, before Python 3.13, not in this process's sys.path.
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(Path(__file__).parent), before)))
+    forkserver.ensure_running()
+    if before is None:
+        del os.environ["PYTHONPATH"]
+    else:
+        os.environ["PYTHONPATH"] = before
+    return context
+
+
+def load_script(path: Path):
+    """Import a script by its path, anew each time."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+class Ranks:
+    """One process for each rank of a run, as torchrun starts them: from chapter 2 on.
+
+    args and options as for `start`; an option that is a list has a value for each rank.
+    """
+
+    def __init__(self, world_size: int, args: list[object], **options: object) -> None:
+        # As torchrun does: this process serves the store, so that no port is taken before its use.
+        self.store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        self.processes = []
+        for rank in range(world_size):
+            place = {
+                "RANK": rank,
+                "LOCAL_RANK": rank,
+                "WORLD_SIZE": world_size,
+                "LOCAL_WORLD_SIZE": world_size,
+                "MASTER_ADDR": "localhost",
+                "MASTER_PORT": self.store.port,
+                "TORCHELASTIC_USE_AGENT_STORE": "True",
+                "TORCHELASTIC_RESTART_COUNT": 0,
+            }
+            own = {key: v[rank] if isinstance(v, list) else v for key, v in options.items()}
+            self.processes.append(start(args, env=place, **own))
+
+    def finish(self, timeout: float = 120) -> list[int]:
+        """Wait for all ranks and return their exit statuses."""
+        return [finish(process, timeout) for process in self.processes]
 
 
 def finish(process: multiprocessing.Process, timeout: float = 120) -> int:
@@ -43,6 +99,8 @@ def finish(process: multiprocessing.Process, timeout: float = 120) -> int:
 def _child(
     args: list[str],
     chapter: str = "01-single-gpu",
+    env: dict[str, object] | None = None,
+    plant: Callable[[], None] | None = None,
     samples_file: str | None = None,
     stderr_file: str | None = None,
     pause: float = 0.0,
@@ -51,7 +109,10 @@ def _child(
     interrupt_in_save: int | None = None,
     file_size_limit: int | None = None,
 ) -> None:
-    """samples_file: gets the indices of every optimizer step's samples, a JSON list a line.
+    """chapter: the folder of the script, in the repository or absolute.
+    env: variables to set.
+    plant: called before the script runs, to plant a bug or a delay.
+    samples_file: gets the indices of every optimizer step's samples, a JSON list a line.
     pause: seconds to sleep after every optimizer step, for a test that must hit the run.
     kill_after_steps: SIGKILL after so many optimizer steps of this process.
     kill_in_save: (n, stage): SIGKILL at this stage of the n-th save of this process.
@@ -59,6 +120,7 @@ def _child(
     file_size_limit: bytes that a file may have, as if the disk were full beyond.
     """
     os.chdir(ROOT)
+    os.environ |= {key: str(value) for key, value in (env or {}).items()}
     # A shell starts what it puts in the background with SIGINT ignored, and children inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
     if stderr_file:
@@ -74,14 +136,14 @@ def _child(
         _kill_in_save(*kill_in_save)
     if interrupt_in_save:
         _kill_in_save(interrupt_in_save, "writing", action=_interrupt)
+    if plant:
+        plant()
     if file_size_limit:
         import resource
 
         resource.setrlimit(resource.RLIMIT_FSIZE, (file_size_limit, file_size_limit))
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     sys.argv = [f"{chapter}/train_llm.py", *args]
-    from conftest import load_script
-
     launch.run(load_script(ROOT / chapter / "train_llm.py").main)
 
 

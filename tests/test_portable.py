@@ -1,7 +1,6 @@
 """Checkpoints across numbers of ranks, replicated and sharded: saved on some, loaded on others."""
 
 import json
-import multiprocessing
 import pickle
 from pathlib import Path
 
@@ -9,6 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import ROOT
+from runner import server_context
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
@@ -72,8 +72,7 @@ def rank_main(rank: int, world_size: int, sharded: bool, action: str, folder: Pa
 
 def run_ranks(world_size: int, sharded: bool, action: str, folder: Path) -> list:
     """Run rank_main on each rank and return what each put on the queue."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["runner"])
+    context = server_context()
     queue = context.Queue()
     arguments = (world_size, sharded, action, folder, queue)
     ranks = [

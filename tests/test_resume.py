@@ -24,8 +24,11 @@ EXACT = ("loss", "lr", "grad_norm", "epoch", "epoch_progress", "batches_left", "
 
 @pytest.fixture(scope="module")
 def flags(tmp_path_factory) -> list[object]:
+    return make_flags(tmp_path_factory.mktemp("inputs"))
+
+
+def make_flags(folder: Path) -> list[object]:
     """A model with dropout, so that the random state counts, and a corpus of 15 steps an epoch."""
-    folder = tmp_path_factory.mktemp("inputs")
     config = json.loads((ROOT / "common/presets/gpt2-tiny/config.json").read_text())
     config |= {"attn_pdrop": 0.1, "resid_pdrop": 0.1, "embd_pdrop": 0.1, "n_embd": 32}
     (folder / "model").mkdir()

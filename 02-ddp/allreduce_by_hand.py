@@ -1,0 +1,80 @@
+"""Add up gradients over the ranks in three ways and count the bytes that each rank sends.
+
+torchrun --standalone --nproc-per-node 4 02-ddp/allreduce_by_hand.py
+"""
+
+import os
+import time
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch.nn.parallel import DistributedDataParallel
+from transformers import AutoModelForCausalLM
+
+from common import launch, models
+
+
+def parameter_server(grads: torch.Tensor) -> None:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    gathered = [torch.empty_like(grads) for _ in range(world_size)] if rank == 0 else None
+    dist.gather(grads, gathered, dst=0)  # in dist.reduce and dist.broadcast, others would help
+    dist.scatter(grads, [sum(gathered)] * world_size if rank == 0 else None, src=0)
+
+
+def ring(grads: torch.Tensor) -> None:
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    chunks = grads.tensor_split(world_size)  # views; where it does not divide, the first are longer
+    for step in range(2 * (world_size - 1)):
+        chunk = chunks[(rank - step - 1) % world_size]
+        received = torch.empty_like(chunk)
+        sending = dist.isend(chunks[(rank - step) % world_size], dst=(rank + 1) % world_size)
+        dist.recv(received, src=(rank - 1) % world_size)
+        sending.wait()  # had this been dist.send, all ranks would wait for one that receives
+        # Reduce-scatter: sums grow as they go around. All-gather: whole ones replace the rest.
+        chunk.copy_(chunk + received if step < world_size - 1 else received)
+
+
+def measure() -> torch.Tensor:
+    counters = Path("/proc/self/io")  # Linux only: what this process wrote, to sockets too
+    sent = float(counters.read_text().split()[3]) if counters.exists() else float("nan")
+    return torch.tensor([1000 * time.perf_counter(), sent], dtype=torch.float64)
+
+
+def main() -> None:
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # all on the CPU: there may be more ranks than GPUs
+    launch.complete_environment()  # alone, where torchrun did not start this process
+    dist.init_process_group("gloo")
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    torch.manual_seed(0)  # the same weights on all ranks, but another batch on each
+    model = AutoModelForCausalLM.from_config(models.load_config("gpt2-tiny"))
+    ids = torch.randint(model.config.vocab_size, (4, 128), generator=torch.manual_seed(rank))
+    loss = model(input_ids=ids, labels=ids).loss
+    grads = torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))])
+    ddp_model = DistributedDataParallel(model)
+    ddp_model(input_ids=ids, labels=ids).loss.backward()
+    expected = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+
+    lines = [f"{'sent by busiest, bytes':>40}{'ms':>7}   by each, in gradients of {grads.nbytes:,}"]
+    for add_up in (parameter_server, ring, dist.all_reduce):
+        measured = []
+        for _ in range(11):
+            total = grads.clone()
+            dist.barrier()  # all start at once
+            start = measure()
+            add_up(total)
+            measured.append(measure() - start)
+            torch.testing.assert_close(total / world_size, expected, rtol=1e-5, atol=1e-7)
+        every = torch.empty(world_size, 2, dtype=torch.float64)
+        dist.all_gather(list(every), torch.stack(measured[1:]).median(dim=0).values)
+        ms, sent = every.T
+        shares = "".join(f"{share:7.2f}" for share in sent / grads.nbytes)
+        lines.append(f"{add_up.__name__:20}{sent.max():20,.0f}{ms.max():7.1f}{shares}")
+    if rank == 0:
+        print("\n".join([*lines, "All three equal DDP's gradients."]).replace("nan", "  -"))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    launch.run(main)

@@ -1,0 +1,55 @@
+#!/usr/bin/env bash
+# Chapter 2 on all GPUs of this machine; without a GPU, in 2 processes. All arguments go to the
+# script. NPROC_PER_NODE is the number of processes, if it shall be another one.
+#
+#   bash 02-ddp/launch.sh
+#   bash 02-ddp/launch.sh -e my-run --max-steps 100
+#   NPROC_PER_NODE=4 bash 02-ddp/launch.sh
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+
+# The environment that `make train` sets up, or the one that is active.
+PYTHON=python
+if [[ -z "${VIRTUAL_ENV:-}" && -x .venv/bin/python ]]; then
+    PYTHON=.venv/bin/python
+fi
+
+# torchrun opens the logs before the script has read its arguments: the run's folder is needed here.
+NAME=
+SAVE_DIR=outputs
+for ((i = 1; i <= $#; i++)); do
+    next=$((i + 1))
+    case "${!i}" in
+        -e | --experiment-name) NAME="${!next:-}" ;;
+        -e* | --experiment-name=*) NAME="${!i#*[e=]}" ;;
+        --save-dir) SAVE_DIR="${!next:-}" ;;
+        --save-dir=*) SAVE_DIR="${!i#*=}" ;;
+    esac
+done
+if [[ -z "$NAME" ]]; then
+    NAME="ddp-$(date +%Y%m%d-%H%M%S)"
+    set -- -e "$NAME" "$@"
+fi
+
+if [[ -z "${NPROC_PER_NODE:-}" ]]; then
+    NPROC_PER_NODE=$("$PYTHON" -c "import torch; print(torch.cuda.device_count() or 2)")
+fi
+# The processes share the cores. Left to itself, each would take them all, or torchrun give it one.
+THREADS=$(($(getconf _NPROCESSORS_ONLN) / NPROC_PER_NODE))
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((THREADS > 0 ? THREADS : 1))}"
+# For the line with which the script says how the run can go on.
+export LAUNCH_COMMAND="bash 02-ddp/launch.sh"
+# torchrun marks the lines that it shows with this. The script's lines name their rank already.
+# shellcheck disable=SC2016
+export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE='${role_name}'
+
+# What each rank prints, and the exception that it died of, goes to logs/<id>/attempt_0/<rank>/;
+# rank 0 is shown here as well (3: stdout and stderr).
+exec "$PYTHON" -m torch.distributed.run \
+    --standalone \
+    --nproc-per-node "$NPROC_PER_NODE" \
+    --log-dir "$SAVE_DIR/$NAME/logs" \
+    --redirects 3 \
+    --tee 0:3 \
+    --role "" \
+    02-ddp/train_llm.py "$@"

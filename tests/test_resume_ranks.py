@@ -1,0 +1,216 @@
+"""Runs of chapter 2 that are stopped and go on: on as many ranks, on others, in chapter 1."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT, read_metrics
+from runner import Ranks, finish, start
+from test_resume import EXACT, assert_same_tensors, make_flags
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+
+from common import checkpoint
+
+MIDDLE = 15
+SECONDS_TO_END = 10.0  # in which the other ranks of a run end after one is killed
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    return tmp_path_factory.mktemp("runs")
+
+
+@pytest.fixture(scope="module")
+def flags(folder) -> list[object]:
+    """With dropout: each rank's random state counts."""
+    (folder / "inputs").mkdir()
+    return [*make_flags(folder / "inputs"), "--save-dir", folder]
+
+
+@pytest.fixture(scope="module")
+def no_dropout(flags, folder) -> list[object]:
+    """For other numbers of ranks: each rank draws a dropout of its own. A batch for 1, 2, 3, 4."""
+    flags = [*flags, "-m", "gpt2-tiny", "--keep-checkpoints", 9]
+    return [*flags, "--global-batch-size", 12, "--max-steps", 20]
+
+
+def run(world_size: int, flags: list[object], name: str, *args: object, **options) -> list[int]:
+    """Run chapter 2 on some ranks, or on 0 of them chapter 1; return the exit statuses."""
+    arguments = [*flags, "-e", name, *args]
+    if world_size == 0:
+        return [finish(start(arguments, **options))]
+    return Ranks(world_size, arguments, chapter="02-ddp", **options).finish()
+
+
+def go_back_to(step: int, run_dir: Path) -> None:
+    """Delete the checkpoints after this step: the next start goes on from there."""
+    for path in (run_dir / "checkpoints").iterdir():
+        if int(path.name.removeprefix("step-")) > step:
+            shutil.rmtree(path)
+
+
+def tensors(run_dir: Path) -> dict:
+    """Return all that the newest checkpoint holds."""
+    path = run_dir / json.loads((run_dir / "state.json").read_text())["checkpoints"][-1]["path"]
+    dcp_to_torch_save(path, run_dir / "all.pt")
+    return torch.load(run_dir / "all.pt", weights_only=False)
+
+
+def assert_exact(expected: Path, found: Path) -> None:
+    for key in EXACT:
+        values = [[line.get(key) for line in read_metrics(path)] for path in (expected, found)]
+        assert values[0] == values[1], key
+    assert_same_tensors(tensors(expected), tensors(found))
+
+
+def assert_close(expected: Path, found: Path) -> None:
+    """The losses of another number of ranks: sums are taken in another order."""
+    values = [[line.get("loss") for line in read_metrics(path)] for path in (expected, found)]
+    assert len(values[0]) == len(values[1])
+    for one, other in zip(*values, strict=True):
+        assert one == other or one == pytest.approx(other, rel=1e-5)
+
+
+@pytest.fixture(scope="module")
+def straight(folder, flags) -> Path:
+    assert run(2, flags, "straight") == [0, 0]
+    assert read_metrics(folder / "straight")[-1]["epoch"] >= 2
+    return folder / "straight"
+
+
+@pytest.mark.parametrize("victim", [0, 1])
+def test_after_kill_9_of_one_rank(folder, flags, straight, victim):
+    """The others end, and say why and how to go on; the run that goes on is the same bit by bit."""
+    name, steps = f"killed-{victim}", 23
+    options = {
+        "kill_after_steps": [steps if rank == victim else None for rank in range(2)],
+        "stderr_file": [str(folder / f"{name}-{rank}.stderr") for rank in range(2)],
+    }
+    arguments = [*flags, "-e", name]
+    ranks = Ranks(2, arguments, chapter="02-ddp", **options)
+    assert finish(ranks.processes[victim]) == -signal.SIGKILL
+    stop = time.monotonic()
+    assert finish(ranks.processes[1 - victim]) == 1
+    assert time.monotonic() - stop < SECONDS_TO_END
+    said = (folder / f"{name}-{1 - victim}.stderr").read_text().splitlines()[-1]
+    assert re.search(r"other ranks are gone or out of reach \(.*Connection (closed|reset)", said)
+    assert f"-e {name}" in said.split("to go on with it after a stop: ")[1]
+    state = json.loads((folder / name / "state.json").read_text())
+    assert state["checkpoints"][-1]["step"] == 20
+    assert run(2, flags, name) == [0, 0]
+    assert_exact(straight, folder / name)
+
+
+def test_torchrun_ends_all_ranks_when_one_is_killed(tmp_path, flags):
+    """As a reader sees it: torchrun names the rank and the signal, and no process stays."""
+    launch = ROOT / "02-ddp/launch.sh"
+    arguments = [*flags, "--save-dir", tmp_path, "-e", "run", "--max-steps", 10**5]
+    command = ["bash", launch, *arguments, "--log-freq", 1, "--ckpt-freq", 5]
+    agent = subprocess.Popen([str(word) for word in command], stderr=subprocess.PIPE, text=True)
+    try:
+        deadline = time.monotonic() + 60
+        while not (tmp_path / "run/state.json").exists():
+            assert time.monotonic() < deadline and agent.poll() is None
+            time.sleep(0.1)
+        workers = children(agent.pid)
+        os.kill(workers[1], signal.SIGKILL)
+        stop = time.monotonic()
+        _, said = agent.communicate(timeout=60)
+        assert time.monotonic() - stop < SECONDS_TO_END
+    finally:
+        agent.kill()
+    assert agent.returncode == 1
+    assert "Signal 9 (SIGKILL) received by PID" in said and "rank      : 1" in said
+    assert not any(Path(f"/proc/{pid}").exists() for pid in workers)
+
+
+def children(pid: int) -> list[int]:
+    """Return the workers of torchrun, by rank: its child processes that run the script."""
+    found = {}
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (process / "environ").read_text().split("\0")
+            parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])
+            script = "train_llm.py" in (process / "cmdline").read_text()
+        except OSError:
+            continue
+        ranks = [int(word[5:]) for word in words if word.startswith("RANK=")]
+        if parent == pid and ranks and script:
+            found[ranks[0]] = int(process.name)
+    return [found[rank] for rank in sorted(found)]
+
+
+@pytest.fixture(scope="module")
+def alone(folder, no_dropout) -> Path:
+    """Chapter 1's run, never stopped."""
+    assert run(0, no_dropout, "alone") == [0]
+    return folder / "alone"
+
+
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [(2, 1), (2, 4), (0, 2), (2, 0)],
+    ids=["2 to 1", "2 to 4 ranks", "chapter 1 to 2", "chapter 2 to 1"],
+)
+def test_goes_on_elsewhere(folder, no_dropout, alone, before, after):
+    """Begun on some ranks, set back to the middle, and ended on others: chapter 1's losses."""
+    name = f"from-{before}-to-{after}"
+    assert set(run(before, no_dropout, name)) == {0}
+    go_back_to(MIDDLE, folder / name)
+    assert set(run(after, no_dropout, name)) == {0}
+    assert_close(alone, folder / name)
+
+
+@pytest.mark.parametrize("after", ["2 --zero1", "3 --zero1", "2", "0"])
+def test_sharded_moments_go_on(folder, no_dropout, alone, after):
+    """ZeRO-1 on 2 ranks, then on as many, on 3, without it, and in chapter 1."""
+    name = f"zero1-{after.replace(' ', '')}"
+    assert run(2, no_dropout, name, "--zero1") == [0, 0]
+    first = read_metrics(folder / name)
+    go_back_to(MIDDLE, folder / name)
+    world_size, *flag = after.split()
+    assert set(run(int(world_size), no_dropout, name, *flag)) == {0}
+    assert_close(alone, folder / name)
+    if after == "2 --zero1":
+        assert [line.get("loss") for line in read_metrics(folder / name)] == [
+            line.get("loss") for line in first
+        ], "bit by bit"
+
+
+def save_the_rate_of_the_last_step() -> None:
+    """ZeRO's inner optimizer, which holds the moments, learns of a new rate in the next step."""
+    original = checkpoint._content
+
+    def content(model, optimizer, *args: object) -> dict:
+        found = original(model, optimizer, *args)
+        found["optimizer"]["param_groups"][0]["lr"] = optimizer.optim.param_groups[0]["lr"]
+        return found
+
+    checkpoint._content = content
+
+
+def save_the_moments_of_rank_0_only() -> None:
+    original = checkpoint.dcp.save
+
+    def save(content: dict, **options: object) -> object:
+        for moments in content["optimizer"]["state"].values():
+            moments["exp_avg"] = moments["exp_avg"] * (checkpoint.dist.get_rank() == 0)
+        return original(content, **options)
+
+    checkpoint.dcp.save = save
+
+
+@pytest.mark.parametrize("bug", [save_the_rate_of_the_last_step, save_the_moments_of_rank_0_only])
+def test_planted_bug_in_sharded_moments_is_noticed(folder, no_dropout, alone, bug):
+    assert run(2, no_dropout, bug.__name__, "--zero1", plant=bug) == [0, 0]
+    go_back_to(MIDDLE, folder / bug.__name__)
+    assert run(2, no_dropout, bug.__name__, "--zero1", plant=bug) == [0, 0]
+    with pytest.raises(AssertionError):
+        assert_close(alone, folder / bug.__name__)
