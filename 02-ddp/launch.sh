@@ -21,7 +21,8 @@ for ((i = 1; i <= $#; i++)); do
     next=$((i + 1))
     case "${!i}" in
         -e | --experiment-name) NAME="${!next:-}" ;;
-        -e* | --experiment-name=*) NAME="${!i#*[e=]}" ;;
+        --experiment-name=*) NAME="${!i#*=}" ;;
+        -e*) NAME="${!i#-e}" ;;
         --save-dir) SAVE_DIR="${!next:-}" ;;
         --save-dir=*) SAVE_DIR="${!i#*=}" ;;
     esac

@@ -66,7 +66,7 @@ class Ranks:
     args and options as for `start`; an option that is a list has a value for each rank.
     """
 
-    def __init__(self, world_size: int, args: list[object], **options: object) -> None:
+    def __init__(self, world_size: int, args: list[object], env=(), **options: object) -> None:
         # As torchrun does: this process serves the store, so that no port is taken before its use.
         self.store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
         self.processes = []
@@ -82,7 +82,7 @@ class Ranks:
                 "TORCHELASTIC_RESTART_COUNT": 0,
             }
             own = {key: v[rank] if isinstance(v, list) else v for key, v in options.items()}
-            self.processes.append(start(args, env=place, **own))
+            self.processes.append(start(args, env={**place, **dict(env)}, **own))
 
     def finish(self, timeout: float = 120) -> list[int]:
         """Wait for all ranks and return their exit statuses."""
