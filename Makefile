@@ -1,11 +1,16 @@
 # Each target is one line that you could type; README.md spells them out.
 PYTHON ?= python3
 BIN := .venv/bin
+SCRIPTS := $(wildcard [0-9][0-9]-*/train_llm.py)
 
-.PHONY: train test test-all lint format clean
+.PHONY: train diff test test-all lint format clean
 
 train: .venv/.train  ## train chapter 1 on the built-in corpus: make train ARGS="-e my-run"
 	$(BIN)/python 01-single-gpu/train_llm.py $(ARGS)
+
+diff:  ## what a chapter changes: make diff CHAPTER=2
+	@case "$(CHAPTER)" in [2-$(words $(SCRIPTS))]) ;; *) echo "make diff CHAPTER=N: N is from 2 to $(words $(SCRIPTS))" >&2; exit 2 ;; esac
+	@git diff --no-index 0$$(($(CHAPTER) - 1))-*/train_llm.py 0$(CHAPTER)-*/train_llm.py || [ $$? -eq 1 ]
 
 test: lint  ## lint, then all tests that this machine can run, less the slow ones
 	$(BIN)/python -m pytest -m "not slow"

@@ -9,7 +9,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM
 
 from common import launch, models
@@ -30,13 +29,13 @@ def ring(grads: torch.Tensor) -> None:
         received = torch.empty_like(chunk)
         sending = dist.isend(chunks[(rank - step) % world_size], dst=(rank + 1) % world_size)
         dist.recv(received, src=(rank - 1) % world_size)
-        sending.wait()  # had this been dist.send, all ranks would wait for one that receives
+        sending.wait()  # if it were dist.send, all ranks would wait for one that receives
         # Reduce-scatter: sums grow as they go around. All-gather: whole ones replace the rest.
         chunk.copy_(chunk + received if step < world_size - 1 else received)
 
 
 def measure() -> torch.Tensor:
-    counters = Path("/proc/self/io")  # Linux only: what this process wrote, to sockets too
+    counters = Path("/proc/self/io")  # Linux: wchar is all it sent; it received as much
     sent = float(counters.read_text().split()[3]) if counters.exists() else float("nan")
     return torch.tensor([1000 * time.perf_counter(), sent], dtype=torch.float64)
 
@@ -51,14 +50,15 @@ def main() -> None:
     ids = torch.randint(model.config.vocab_size, (4, 128), generator=torch.manual_seed(rank))
     loss = model(input_ids=ids, labels=ids).loss
     grads = torch.cat([g.flatten() for g in torch.autograd.grad(loss, list(model.parameters()))])
-    ddp_model = DistributedDataParallel(model)
+    ddp_model = torch.nn.parallel.DistributedDataParallel(model)
     ddp_model(input_ids=ids, labels=ids).loss.backward()
     expected = torch.cat([parameter.grad.flatten() for parameter in model.parameters()])
+    del ddp_model  # one that outlives the process group can block the end of the process
 
-    lines = [f"{'sent by busiest, bytes':>40}{'ms':>7}   by each, in gradients of {grads.nbytes:,}"]
+    lines = [f"method            busiest rank sends      ms   each, in S = {grads.nbytes:,} bytes"]
     for add_up in (parameter_server, ring, dist.all_reduce):
         measured = []
-        for _ in range(11):
+        for _ in range(11):  # the first one warms up
             total = grads.clone()
             dist.barrier()  # all start at once
             start = measure()
@@ -69,9 +69,9 @@ def main() -> None:
         dist.all_gather(list(every), torch.stack(measured[1:]).median(dim=0).values)
         ms, sent = every.T
         shares = "".join(f"{share:7.2f}" for share in sent / grads.nbytes)
-        lines.append(f"{add_up.__name__:20}{sent.max():20,.0f}{ms.max():7.1f}{shares}")
+        lines.append(f"{add_up.__name__:16}{sent.max():18,.0f} B{ms.max():8.1f}{shares}")
     if rank == 0:
-        print("\n".join([*lines, "All three equal DDP's gradients."]).replace("nan", "  -"))
+        print("\n".join([*lines, "All three equal DDP's gradients (S)."]).replace("nan", "  -"))
     dist.barrier()
     dist.destroy_process_group()
 

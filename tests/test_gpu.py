@@ -6,6 +6,7 @@ from conftest import read_metrics, run_script
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 SCRIPT = "01-single-gpu/train_llm.py"
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 
 
 @pytest.mark.gpu
@@ -91,3 +92,58 @@ def test_compiled_model_resumes_on_a_gpu(train, tmp_path, dtype):
     rel = 1e-5 if dtype == "float32" else 1e-2
     for key in ("loss", "lr"):
         assert [m[key] for m in resumed] == pytest.approx([m[key] for m in straight], rel=rel)
+
+
+def losses_of(tmp_path, name: str, *command: object) -> list[dict]:
+    args = ("--max-steps", 20, "--log-freq", 1, "--eval-freq", 10)
+    done = run_script(*command, "--save-dir", tmp_path, "-e", name, *args)
+    assert done.returncode == 0, done.stderr
+    return read_metrics(tmp_path / name)
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("model", ["gpt2-tiny", "llama-tiny"])
+@pytest.mark.parametrize("options", [(), ("-b", 2), ("--zero1",), ("--compile",)], ids=str)
+def test_same_training_on_all_gpus(tmp_path, model, options):
+    """As on the CPU, but NCCL sums in another order and TF32 has 3 digits."""
+    world_size = min(4, torch.cuda.device_count())
+    args = ("-m", model, *options)
+    alone = losses_of(tmp_path, "alone", SCRIPT, "-m", model)
+    ranks = losses_of(tmp_path, "ranks", *TORCHRUN, world_size, "02-ddp/train_llm.py", *args)
+    for key, rel in (("loss", 1e-3), ("eval_loss", 1e-3), ("grad_norm", 5e-2)):
+        assert [line[key] for line in ranks if key in line] == pytest.approx(
+            [line[key] for line in alone if key in line], rel=rel
+        )
+
+
+@pytest.mark.gpu
+def test_one_rank_is_chapter_1(tmp_path):
+    alone = losses_of(tmp_path, "alone", SCRIPT)
+    rank = losses_of(tmp_path, "rank", *TORCHRUN, 1, "02-ddp/train_llm.py")
+    assert [line["loss"] for line in rank] == pytest.approx(
+        [line["loss"] for line in alone], rel=1e-5
+    )
+
+
+@pytest.mark.gpu
+def test_more_processes_than_gpus_end_in_a_sentence(tmp_path):
+    processes = torch.cuda.device_count() + 1
+    done = run_script(*TORCHRUN, processes, "02-ddp/train_llm.py", "--save-dir", tmp_path)
+    assert done.returncode == 1
+    assert done.stderr.count(f"{processes} processes on this machine need {processes} GPUs") >= 1
+
+
+@pytest.mark.multi_gpu
+def test_resumes_on_gpus_from_the_cpu_s_checkpoint_and_back(tmp_path):
+    """The moments of ZeRO-1 too: saved on GPUs, loaded by one process without."""
+    args = ("--max-steps", 20, "--log-freq", 1, "--ckpt-freq", 10, "--save-dir", tmp_path)
+    straight = losses_of(tmp_path, "straight", SCRIPT)
+    done = run_script(*TORCHRUN, 2, "02-ddp/train_llm.py", *args, "-e", "moved", "--zero1")
+    assert done.returncode == 0, done.stderr
+    newest = tmp_path / "moved/checkpoints/step-00000020"
+    newest.rename(tmp_path / "newest")
+    done = run_script(SCRIPT, *args, "-e", "moved", CUDA_VISIBLE_DEVICES="")
+    assert done.returncode == 0, done.stderr
+    assert [line["loss"] for line in read_metrics(tmp_path / "moved")] == pytest.approx(
+        [line["loss"] for line in straight], rel=1e-3
+    )

@@ -2,6 +2,7 @@
 
 import datetime
 import json
+import os
 import platform
 import shlex
 import subprocess
@@ -17,7 +18,7 @@ RESULTS = Path(__file__).parent / "results"
 def describe_machine() -> dict[str, object]:
     """Return hardware, versions, commit, date and command, as JSON values."""
     facts = {
-        "command": shlex.join(["python", *sys.argv]),
+        "command": shlex.join([*_launcher(), *sys.argv]),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "commit": _first_line("git", "rev-parse", "--short", "HEAD"),
         "python": platform.python_version(),
@@ -45,6 +46,12 @@ def write_result(path: Path, results: object) -> None:
         json.dumps({"machine": describe_machine(), "results": results}, indent=1) + "\n"
     )
     print(f"wrote {path}")
+
+
+def _launcher() -> list[str]:
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return ["python"]
+    return ["torchrun", "--standalone", "--nproc-per-node", os.environ["LOCAL_WORLD_SIZE"]]
 
 
 def _first_line(*command: str) -> str | None:

@@ -1,0 +1,128 @@
+"""What DDP's all-reduce costs a step: by size of the buckets, and with and without no_sync.
+
+torchrun --standalone --nproc-per-node 2 tests/benchmarks/buckets.py \
+    --output tests/benchmarks/results/buckets_cpu.json
+
+Forward and backward passes of a preset on random tokens, no optimizer. A pass under no_sync sends
+nothing: what a pass takes longer is what the backward pass does not hide of the all-reduce. All
+variants are built beforehand and measured in turn, several rounds of them.
+"""
+
+import argparse
+import os
+import statistics
+import time
+from contextlib import nullcontext
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from machine import write_result
+from torch.nn.parallel import DistributedDataParallel
+from transformers import AutoModelForCausalLM
+
+from common.models import causal_attention, load_config
+
+CAPS_MB = (1, 5, 25, 100, 10_000)  # 25 is PyTorch's default; the last holds all in one bucket
+WARM_UP = 3  # rounds that are not counted
+
+
+class Bench:
+    """One process of the benchmark: its device, its model, its random tokens."""
+
+    def __init__(self, args: argparse.Namespace) -> None:
+        on_gpu = torch.cuda.is_available()
+        self.device = torch.device(f"cuda:{os.environ['LOCAL_RANK']}" if on_gpu else "cpu")
+        if on_gpu:
+            torch.cuda.set_device(self.device)
+        dist.init_process_group("nccl" if on_gpu else "gloo")
+        torch.set_float32_matmul_precision("high" if on_gpu else "highest")
+        self.config = load_config(args.model_name)
+        shape = (args.batch_size, args.seq_length)
+        self.tokens = torch.randint(self.config.vocab_size, shape, device=self.device)
+        self.compile = args.compile
+
+    def build(self, cap_mb: int) -> DistributedDataParallel:
+        torch.manual_seed(0)
+        attention = causal_attention(self.config)
+        model = AutoModelForCausalLM.from_config(self.config, attn_implementation=attention)
+        model.to(self.device)
+        if self.compile:
+            model.compile()
+        return DistributedDataParallel(model, bucket_cap_mb=cap_mb, gradient_as_bucket_view=True)
+
+    def passes(self, model: DistributedDataParallel, sent: list[bool]) -> float:
+        """Time one forward and backward pass for each entry, in ms. True: gradients are sent."""
+        dist.barrier()
+        start = self.now()
+        for send in sent:
+            with nullcontext() if send else model.no_sync():
+                model(input_ids=self.tokens, labels=self.tokens).loss.backward()
+        ms = 1000 * (self.now() - start)
+        model.zero_grad(set_to_none=True)
+        return ms
+
+    def all_reduce(self, n_bytes: int) -> float:
+        """Time an all-reduce of so many bytes with nothing beside it, in ms."""
+        gradients = torch.ones(n_bytes // 4, device=self.device)
+        dist.barrier()
+        start = self.now()
+        dist.all_reduce(gradients)
+        return 1000 * (self.now() - start)
+
+    def now(self) -> float:
+        if self.device.type == "cuda":
+            torch.cuda.synchronize()
+        return time.perf_counter()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
+    parser.add_argument("--model-name", default="gpt2-tiny", help="a preset")
+    parser.add_argument("--batch-size", type=int, default=12, help="sequences per pass")
+    parser.add_argument("--seq-length", type=int, default=128, help="tokens per sequence")
+    parser.add_argument("--compile", action="store_true", help="the model, with torch.compile")
+    parser.add_argument("--rounds", type=int, default=30, help="of all variants, in turn")
+    args = parser.parse_args()
+    bench = Bench(args)
+    models = {cap: bench.build(cap) for cap in CAPS_MB}
+    n_bytes = 4 * sum(parameter.numel() for parameter in models[25].parameters())
+    variants = {f"{cap} MB": (models[cap], [True]) for cap in CAPS_MB}
+    variants |= {
+        "nothing sent": (models[25], [False]),
+        "4 micro-batches, no_sync for 3": (models[25], [False, False, False, True]),
+        "4 micro-batches, all sent": (models[25], [True] * 4),
+        "4 micro-batches, nothing sent": (models[25], [False] * 4),
+    }
+    times = {name: [] for name in (*variants, "all-reduce alone")}
+    for _ in range(WARM_UP + args.rounds):
+        for name, (model, sent) in variants.items():
+            times[name].append(bench.passes(model, sent))
+        times["all-reduce alone"].append(bench.all_reduce(n_bytes))
+    rank, world_size = dist.get_rank(), dist.get_world_size()
+    dist.barrier()
+    dist.destroy_process_group()
+    if rank == 0:
+        counted = {name: each[WARM_UP:] for name, each in times.items()}
+        results = {
+            "world_size": world_size,
+            "model": args.model_name,
+            "tokens_per_pass": bench.tokens.numel(),
+            "gradient_bytes": n_bytes,
+            "rounds": args.rounds,
+            "ms": {
+                name: {
+                    "median": round(statistics.median(each), 3),
+                    "quartiles": [round(q, 3) for q in statistics.quantiles(each, n=4)],
+                }
+                for name, each in counted.items()
+            },
+        }
+        write_result(args.output, results)
+        for name, row in results["ms"].items():
+            print(f"{name:34s} {row['median']:9.2f} ms")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,301 @@
+"""The tables of the pages, made from result files.
+
+python tests/benchmarks/report.py          writes the tables into the pages
+python tests/benchmarks/report.py --check  ends with status 1 if a page has others
+
+A page holds a table between the lines `<!-- table: NAME -->` and `<!-- end -->`. NAME is a function
+below, and what it reads is all that the table's numbers come from.
+"""
+
+import argparse
+import json
+import re
+import statistics
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+REPOSITORY = Path(__file__).parents[2]
+RESULTS = "tests/benchmarks/results"
+GIB = 2**30
+TABLES: dict[str, Callable[[], list[str]]] = {}
+
+
+def table(*sources: str) -> Callable:
+    """Register a table; it gets the content of its sources, which its page must link to."""
+
+    def register(rows: Callable) -> Callable:
+        def read() -> list[str]:
+            return rows(*(content(REPOSITORY / source) for source in sources))
+
+        read.sources = sources
+        TABLES[rows.__name__] = read
+        return rows
+
+    return register
+
+
+def content(path: Path) -> object:
+    """Return the results of a result file, the lines of a metrics file, the text of another."""
+    text = path.read_text()
+    if path.suffix == ".jsonl":
+        return [json.loads(line) for line in text.splitlines()]
+    return json.loads(text)["results"] if path.suffix == ".json" else text
+
+
+def result(name: str) -> str:
+    return f"{RESULTS}/{name}.json"
+
+
+def spread(values: list[float], digits: int = 1) -> str:
+    """Return the median and, in brackets, the smallest and the largest value."""
+    median = statistics.median(values)
+    return f"{median:,.{digits}f} ({min(values):,.{digits}f} to {max(values):,.{digits}f})"
+
+
+def fill(text: str) -> str:
+    """Return a page's text with all of its tables made anew."""
+
+    def write(match: re.Match) -> str:
+        rows = "\n".join(TABLES[match[1]]())
+        return f"<!-- table: {match[1]} -->\n{rows}\n<!-- end -->"
+
+    return re.sub(r"<!-- table: (\w+) -->\n.*?<!-- end -->", write, text, flags=re.DOTALL)
+
+
+def pages() -> list[Path]:
+    return [REPOSITORY / "README.md", *sorted(REPOSITORY.glob("[0-9][0-9]-*/*.md"))]
+
+
+# --- front page ---
+
+
+MAKE_TRAIN = "01-single-gpu/recorded/make-train.metrics.jsonl"
+
+
+@table(MAKE_TRAIN, *map(result, ("overhead_cpu", "overhead_gpu", "profile_gpt2", "startup_cpu")))
+def measured(make_train, overhead_cpu, overhead_gpu, profile_gpt2, startup_cpu) -> list[str]:
+    def link(name: str) -> str:
+        return f"[{name}.json]({result(name)})"
+
+    last = f"[make-train.metrics.jsonl]({MAKE_TRAIN})"
+    ours = profile_gpt2["transformers, no mask"]["tokens_per_s"]
+    first, second = (startup_cpu[key]["median"] for key in ("first", "second"))
+    return [
+        "| what | result | from |",
+        "|---|---:|---|",
+        "| evaluation of the default run, two CPU cores | "
+        f"{make_train[-1]['bits_per_byte']:.3f} bits per byte | {last} |",
+        "| chapter 1's step against a bare loop, two CPU cores | "
+        f"x {overhead_cpu['ratio_median']:.3f} | {link('overhead_cpu')} |",
+        "| the same on an H200, GPT-2 124M, bfloat16 weights, compiled, 64 x 1024 tokens, "
+        f"transformers' default attention | x {overhead_gpu['ratio_median']:.3f} | "
+        f"{link('overhead_gpu')} |",
+        "| GPT-2 124M of transformers against a hand-written one on an H200 | "
+        f"{ours:,} against {profile_gpt2['handwritten']['tokens_per_s']:,} tokens/s | "
+        f"{link('profile_gpt2')} |",
+        "| preparing the built-in corpus, first and second start | "
+        f"{first:.1f} s, {second:.2f} s | {link('startup_cpu')} |",
+    ]
+
+
+@table()
+def chapters() -> list[str]:
+    what = {
+        "01-single-gpu": "the whole training loop on one device: data, schedule, accumulation, "
+        "evaluation, a run that resumes exactly",
+        "02-ddp": "all GPUs of a machine, with the same losses: process group, "
+        "DistributedDataParallel, gradients averaged while they are computed",
+    }
+    rows = ["| chapter | what it adds | lines | diff |", "|---|---|---:|---:|"]
+    before = None
+    for path in sorted(REPOSITORY.glob("[0-9][0-9]-*/train_llm.py")):
+        chapter = path.parent.name
+        lines = len(path.read_text().splitlines())
+        diff = "+{} -{}".format(*diffstat(before, path)) if before else ""
+        rows.append(f"| [{chapter}]({chapter}/README.md) | {what[chapter]} | {lines} | {diff} |")
+        before = path
+    return rows
+
+
+def diffstat(before: Path, after: Path) -> tuple[int, int]:
+    """Return how many lines git counts as added and as removed."""
+    command = ["git", "diff", "--no-index", "--numstat", str(before), str(after)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    added, removed = done.stdout.split()[:2]
+    return int(added), int(removed)
+
+
+# --- chapter 1 ---
+
+
+@table(MAKE_TRAIN)
+def phases(make_train) -> list[str]:
+    what = {
+        "data": "the next micro-batches are fetched and copied to the device",
+        "forward": "the loss is computed",
+        "backward": "gradients are computed and added up",
+        "update": "clipping, AdamW, schedule",
+        "total": "",
+    }
+    rows = ["| phase | what happens | median, ms |", "|---|---|---:|"]
+    for phase, text in what.items():
+        times = [line[f"time/{phase}"] for line in make_train if "loss" in line]
+        rows.append(f"| {phase} | {text} | {statistics.median(times):.1f} |")
+    return rows
+
+
+@table(result("step_memory"))
+def memory(step_memory) -> list[str]:
+    n, per_token = step_memory["parameters"], step_memory["activations_bytes_per_token"]
+    assert step_memory["weights_bytes"] == step_memory["gradients_bytes"] == 4 * n
+    assert step_memory["moments_bytes"] == 8 * n
+    rows = ["| part | arithmetic | GiB |", "|---|---|---:|"]
+    for part, factor in (("weights", 4), ("gradients", 4), ("two moments", 8)):
+        rows.append(f"| {part} | {factor} x {n:,} | {factor * n / GIB:.2f} |")
+    for batch in (1, 16, 64):
+        tokens = 1024 * batch
+        rows.append(
+            f"| activations, {batch} x 1024 tokens | {per_token:,} x {tokens:,} | "
+            f"{per_token * tokens / GIB:.2f} |"
+        )
+    return rows
+
+
+@table(result("overhead_cpu"), result("overhead_gpu"))
+def overhead(cpu, gpu) -> list[str]:
+    rows = [
+        "| device | model, tokens per step | chapter, ms | bare loop, ms | ratio of pairs, median "
+        "| waiting for data |",
+        "|---|---|---:|---:|---:|---:|",
+    ]
+    for device, found, what in (
+        ("2 CPU cores", cpu, "gpt2-tiny, 3,072"),
+        ("H200", gpu, "GPT-2 124M, 65,536"),
+    ):
+        rows.append(
+            f"| {device} | {what} | {found['chapter_ms_per_step']:.1f} | "
+            f"{found['bare_ms_per_step']:.1f} | {found['ratio_median']:.3f} "
+            f"({found['ratio_quartiles'][0]:.3f} to {found['ratio_quartiles'][2]:.3f}) | "
+            f"{found['data_share']:.1%} |"
+        )
+    return rows
+
+
+@table(result("profile_gpt2"))
+def attention_masks(profile_gpt2) -> list[str]:
+    names = {
+        "handwritten": "written by hand (plain PyTorch modules)",
+        "handwritten, Linear1D": "the same with weights stored as `Conv1D` does",
+        "transformers": "transformers, default attention",
+        "transformers, no mask": "transformers, no mask (what this chapter uses)",
+        "transformers, no mask, own loss": "the same, loss written by hand",
+        "transformers, per block": "transformers, default, compiled block by block",
+    }
+    rows = ["| model | ms per step | tokens/s |", "|---|---:|---:|"]
+    for variant, name in names.items():
+        found = profile_gpt2[variant]
+        rows.append(f"| {name} | {spread(found['ms_per_step'])} | {found['tokens_per_s']:,} |")
+    return rows
+
+
+# --- chapter 2 ---
+
+
+LAUNCH = "02-ddp/recorded/launch.metrics.jsonl"
+
+
+@table(MAKE_TRAIN, LAUNCH)
+def same_losses(alone, ranks) -> list[str]:
+    by_step = [{line["step"]: line for line in run if "loss" in line} for run in (alone, ranks)]
+    rows = [
+        "| step | chapter 1 | chapter 2, 2 ranks | relative difference |",
+        "|---:|---:|---:|---:|",
+    ]
+    for step in (10, 20, 50, 100, 200, max(by_step[0])):
+        one, two = (run[step]["loss"] for run in by_step)
+        rows.append(f"| {step} | {one:.6f} | {two:.6f} | {abs(two / one - 1):.0e} |")
+    return rows
+
+
+def scaling(found: dict) -> list[str]:
+    """Return a row for each configuration; efficiency against the first chapter on one device."""
+    rows = [
+        "| chapter | processes | tokens/s | efficiency | ms per step | of it backward | "
+        "GiB per process |",
+        "|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    reference = found["rows"][0]["median"]["tokens_per_s"]
+    for row in found["rows"]:
+        speeds = [run["tokens_per_s"] for run in row["runs"]]
+        share = row["median"]["tokens_per_s"] / row["devices"] / reference
+        rows.append(
+            f"| {row['chapter']} | {row['devices']} | {spread(speeds, 0)} | {share:.0%} | "
+            f"{row['median']['time/total']:.1f} | {row['median']['time/backward']:.1f} | "
+            f"{row['median']['peak_mem_gib']:.2f} |"
+        )
+    return rows
+
+
+@table(result("ddp_cpu"))
+def ddp_cpu(found) -> list[str]:
+    return scaling(found)
+
+
+def passes(found: dict, names: list[str], nothing_sent: str) -> list[str]:
+    rows = ["| | ms | exposed, ms |", "|---|---:|---:|"]
+    for name in names:
+        each = found["ms"][name]
+        low, _, high = each["quartiles"]
+        exposed = each["median"] - found["ms"][nothing_sent]["median"]
+        rows.append(f"| {name} | {each['median']:.1f} ({low:.1f} to {high:.1f}) | {exposed:.1f} |")
+    return rows
+
+
+@table(result("buckets_cpu"))
+def buckets_cpu(found) -> list[str]:
+    caps = [f"{cap} MB" for cap in (1, 5, 25, 100, 10_000)]
+    rows = passes(found, [*caps, "nothing sent"], "nothing sent")
+    alone = found["ms"]["all-reduce alone"]
+    low, _, high = alone["quartiles"]
+    rows.append(f"| the all-reduce alone | {alone['median']:.1f} ({low:.1f} to {high:.1f}) | |")
+    return [row.replace("| 10000 MB |", "| all in one |") for row in rows]
+
+
+@table(result("buckets_cpu"))
+def no_sync_cpu(found) -> list[str]:
+    names = ("all sent", "no_sync for 3", "nothing sent")
+    names = [f"4 micro-batches, {name}" for name in names]
+    return [row.replace("4 micro-batches, ", "") for row in passes(found, names, names[-1])]
+
+
+@table(result("zero1_2"), result("zero1_4"))
+def zero1(two, four) -> list[str]:
+    rows = [
+        "| optimizer | ranks | weights | gradients | moments | sum | step, ms |",
+        "|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for name in ("AdamW", "AdamW with ZeRO-1"):
+        for found in (two, four):
+            most = max(found[name]["bytes_by_rank"], key=lambda held: sum(held.values()))
+            cells = [f"{n / GIB:.2f}" for n in (*most.values(), sum(most.values()))]
+            ms = spread(found[name]["step_ms"], 0)
+            rows.append(f"| {name} | {found['world_size']} | {' | '.join(cells)} | {ms} |")
+    return rows
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--check", action="store_true", help="write nothing")
+    args = parser.parse_args()
+    stale = [page for page in pages() if fill(page.read_text()) != page.read_text()]
+    for page in stale:
+        print(f"{'stale' if args.check else 'wrote'}: {page.relative_to(REPOSITORY)}")
+        if not args.check:
+            page.write_text(fill(page.read_text()))
+    sys.exit(1 if stale and args.check else 0)
+
+
+if __name__ == "__main__":
+    main()
