@@ -191,6 +191,7 @@ def main() -> None:
         logger.info(f"resumed after step {state['step']} of {total_steps}")
     if state["step"] == total_steps:
         logger.info(f"this run is complete: all of its {total_steps} steps are done")
+        del ddp_model
         dist.barrier()
         dist.destroy_process_group()
         return
@@ -265,6 +266,7 @@ def main() -> None:
     tracker.finish()
     sample = sample_text(model, tokenizer, args.dataset_name, seq_length, args.seed)
     logger.info(launch.describe_end(run_dir, metrics, *sample))
+    del ddp_model  # its buckets must not outlive the group: with gloo, a rank could hang here
     dist.barrier()  # a rank that is gone too early looks like a failure to those still at work
     dist.destroy_process_group()
 
