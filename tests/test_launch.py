@@ -13,6 +13,7 @@ import pytest
 from conftest import CHAPTERS, ROOT, read_metrics, run_script
 from runner import Ranks, finish, start
 from test_parity import plant
+from torch.distributed import TCPStore
 
 from common import data, launch
 from common.cli import InputError
@@ -147,17 +148,17 @@ def test_half_set_variables_end_the_script(flags):
 
 def test_a_port_in_use(flags, tmp_path):
     """Another training has it: rank 0 says so, and rank 1 does not wait for that one for ever."""
-    with socket.socket() as other:
-        other.bind(("127.0.0.1", 0))
-        other.listen()
-        place = {**PLACE, "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": other.getsockname()[1]}
-        file = str(tmp_path / "stderr")
-        arguments = [*flags, "-e", "run", "--dist-timeout", 5]
-        options = {"chapter": "02-ddp", "stderr_file": file}
-        process = start(arguments, env=place, **options)
-        assert finish(process) == 2
-    (sentence,) = said_by_ranks(Path(file).read_text())
-    assert sentence.startswith(f"Port {place['MASTER_PORT']} is in use: give another MASTER_PORT")
+    other = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    processes, files = [], [str(tmp_path / f"stderr-{rank}") for rank in range(2)]
+    for rank, file in enumerate(files):
+        place = {**PLACE, "MASTER_PORT": other.port, "RANK": rank, "LOCAL_RANK": rank}
+        arguments = [*flags, "-e", "run", "--dist-timeout", 3]
+        processes.append(start(arguments, env=place, chapter="02-ddp", stderr_file=file))
+    assert [finish(process, timeout=30) for process in processes] == [2, 1]
+    (sentence,) = said_by_ranks(Path(files[0]).read_text())
+    assert sentence.startswith(f"Port {other.port} is in use: give another MASTER_PORT, or torchrun")
+    (sentence,) = said_by_ranks(Path(files[1]).read_text())
+    assert sentence.startswith("[rank 1] The other ranks are gone or out of reach (")
 
 
 def test_ranks_that_never_come(flags, tmp_path):

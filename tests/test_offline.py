@@ -2,11 +2,12 @@
 
 import os
 import shutil
+import socket
 import subprocess
 import sys
 
 import pytest
-from conftest import ROOT, read_metrics
+from conftest import CHAPTERS, ROOT, read_metrics
 
 # Python runs this file at its start: it notes every address that is looked up or connected to.
 NOTE_CONNECTIONS = """
@@ -73,6 +74,18 @@ def test_defaults_reach_for_nothing(cut_off, tmp_path):
     assert tried <= LOCAL, tried
     assert read_metrics(tmp_path / "outputs/run")[-1]["step"] == 4
     assert list((tmp_path / "outputs/run/wandb").glob("offline-run-*")), "wandb ran, offline"
+
+
+@pytest.mark.parametrize("chapter", CHAPTERS[1:])
+def test_launch_file_reaches_for_nothing(cut_off, tmp_path, chapter):
+    """Two processes find each other without a network; they may ask for their own name."""
+    done, tried = cut_off(
+        *("bash", f"{chapter}/launch.sh", "--save-dir", tmp_path / "outputs"),
+        *("-e", "run", "--max-steps", 4),
+    )
+    assert done.returncode == 0, done.stderr
+    assert tried <= LOCAL | {socket.gethostname(), socket.getfqdn()}, tried
+    assert read_metrics(tmp_path / "outputs/run")[-1]["step"] == 4
 
 
 def test_make_train_reaches_for_nothing(cut_off, tmp_path):
