@@ -1,12 +1,14 @@
 """How a process of a run starts and ends: its place among the others, its name, its last words."""
 
 import argparse
+import atexit
 import errno
 import os
 import re
 import shlex
 import sys
 import time
+import traceback
 from collections.abc import Callable
 from pathlib import Path
 from typing import NoReturn
@@ -57,7 +59,7 @@ def complete_environment() -> None:
 
 def run(main: Callable[[], None]) -> NoReturn:
     """Call `main` and exit: 0, or with one sentence 2 for bad input, 130 after Ctrl-C, 1 where
-    the other ranks are gone or out of reach.
+    the other ranks are gone or out of reach; any other exception shows its traceback, status 1.
     """
     try:
         main()
@@ -67,21 +69,22 @@ def run(main: Callable[[], None]) -> NoReturn:
         _leave(f"Interrupted; {_how_to_go_on}", 130)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG):
-            raise
+            _fail()
         where = f" {error.filename}" if error.filename else ""
         sentence = f"Cannot write{where}: {error.strerror}. Make room, then start this once more."
         print(sentence, file=sys.stderr, flush=True)
         os._exit(2)  # at once: what libraries do at the end of a process would fail the same way
     except RuntimeError as error:
-        # gloo's texts begin with a path of its sources, and some end in advice.
-        reason = re.sub(r"^\[.*?\] |\. This is typically .*", "", str(error).splitlines()[0])
         if "EADDRINUSE" in str(error):
             port = os.environ["MASTER_PORT"]
             _leave(f"Port {port} is in use: give another MASTER_PORT, or torchrun --standalone.", 2)
-        # It has no exceptions of its own.
+        # gloo has no exceptions of its own, only a path of its sources before the text.
         if not isinstance(error, dist.DistError) and "/gloo/" not in str(error):
-            raise
+            _fail()
+        reason = re.sub(r"^\[.*?\] |\. This is typically .*", "", str(error).splitlines()[0])
         _leave(f"The other ranks are gone or out of reach ({reason}); {_how_to_go_on}", 1)
+    except Exception:
+        _fail()
     sys.exit(0)
 
 
@@ -99,7 +102,22 @@ def _leave(sentence: str, status: int) -> NoReturn:
         print(sentence, file=sys.stderr, flush=True)
     except KeyboardInterrupt:  # Ctrl-C reaches all ranks, and rank 0 answers it
         pass
-    os._exit(status) if rank != "0" else sys.exit(status)
+    _end(status)
+
+
+def _fail() -> NoReturn:
+    """Show the traceback of the exception that is being handled, and exit with status 1."""
+    traceback.print_exc()
+    _end(1)
+
+
+def _end(status: int) -> NoReturn:
+    """Exit, and at once where the process group still stands: with gloo, a rank could hang."""
+    if not dist.is_initialized():
+        sys.exit(status)
+    atexit._run_exitfuncs()  # wandb's among them
+    sys.stdout.flush()
+    os._exit(status)
 
 
 def experiment_name(args: argparse.Namespace) -> str:

@@ -156,7 +156,7 @@ def test_a_port_in_use(flags, tmp_path):
         processes.append(start(arguments, env=place, chapter="02-ddp", stderr_file=file))
     assert [finish(process, timeout=30) for process in processes] == [2, 1]
     (sentence,) = said_by_ranks(Path(files[0]).read_text())
-    assert sentence.startswith(f"Port {other.port} is in use: give another MASTER_PORT, or torchrun")
+    assert sentence.startswith(f"Port {other.port} is in use: give another MASTER_PORT")
     (sentence,) = said_by_ranks(Path(files[1]).read_text())
     assert sentence.startswith("[rank 1] The other ranks are gone or out of reach (")
 

@@ -86,6 +86,7 @@ def test_launch_file_reaches_for_nothing(cut_off, tmp_path, chapter):
     assert done.returncode == 0, done.stderr
     assert tried <= LOCAL | {socket.gethostname(), socket.getfqdn()}, tried
     assert read_metrics(tmp_path / "outputs/run")[-1]["step"] == 4
+    assert len(list((tmp_path / "outputs/run/wandb").glob("offline-run-*"))) == 1, "of rank 0"
 
 
 def test_make_train_reaches_for_nothing(cut_off, tmp_path):

@@ -13,6 +13,7 @@ import pytest
 import torch
 from conftest import ROOT, read_metrics
 from runner import Ranks, finish, start
+from test_parity import plant
 from test_resume import EXACT, assert_same_tensors, make_flags
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
@@ -83,6 +84,17 @@ def straight(folder, flags) -> Path:
     assert run(2, flags, "straight") == [0, 0]
     assert read_metrics(folder / "straight")[-1]["epoch"] >= 2
     return folder / "straight"
+
+
+def test_each_rank_draws_its_own_dropout(folder, flags, straight, tmp_path):
+    """The planted bug seeds all ranks alike: they would drop the same elements."""
+    states = [tensors(straight)[f"rng-{rank}"]["torch"] for rank in range(2)]
+    assert not torch.equal(*states)
+    chapter = plant("02-ddp", tmp_path / "chapter", [("set_seed(args.seed + rank)", "set_seed(0)")])
+    ranks = Ranks(2, [*flags, "-e", "alike", "--max-steps", 2], chapter=chapter)
+    assert ranks.finish() == [0, 0]
+    states = [tensors(folder / "alike")[f"rng-{rank}"]["torch"] for rank in range(2)]
+    assert torch.equal(*states)
 
 
 @pytest.mark.parametrize("victim", [0, 1])

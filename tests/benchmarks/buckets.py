@@ -4,8 +4,9 @@ torchrun --standalone --nproc-per-node 2 tests/benchmarks/buckets.py \
     --output tests/benchmarks/results/buckets_cpu.json
 
 Forward and backward passes of a preset on random tokens, no optimizer. A pass under no_sync sends
-nothing: what a pass takes longer is what the backward pass does not hide of the all-reduce. All
-variants are built beforehand and measured in turn, several rounds of them.
+nothing, and with a barrier behind it takes as long as the slowest rank: what a pass takes longer
+than that is what the backward pass does not hide of the all-reduce. All variants are built
+beforehand and measured in turn, several rounds of them, on rank 0's clock.
 """
 
 import argparse
@@ -52,12 +53,17 @@ class Bench:
         return DistributedDataParallel(model, bucket_cap_mb=cap_mb, gradient_as_bucket_view=True)
 
     def passes(self, model: DistributedDataParallel, sent: list[bool]) -> float:
-        """Time one forward and backward pass for each entry, in ms. True: gradients are sent."""
+        """Time a forward and a backward pass for each entry, in ms. True: its gradients are sent.
+
+        With a barrier where nothing is sent, since an all-reduce waits for all ranks too.
+        """
         dist.barrier()
         start = self.now()
         for send in sent:
             with nullcontext() if send else model.no_sync():
                 model(input_ids=self.tokens, labels=self.tokens).loss.backward()
+        if not any(sent):
+            dist.barrier()
         ms = 1000 * (self.now() - start)
         model.zero_grad(set_to_none=True)
         return ms

@@ -222,17 +222,25 @@ def same_losses(alone, ranks) -> list[str]:
 @table(result("ddp_cpu"))
 def ddp_cpu(found) -> list[str]:
     rows = [
-        "| chapter | processes | tokens per step | tokens/s | ms per step | of it backward |",
-        "|---|---:|---:|---:|---:|---:|",
+        "| chapter | processes | tokens/s | ms per step | of it backward |",
+        "|---|---:|---:|---:|---:|",
     ]
     for row in found["rows"]:
         speeds = [run["tokens_per_s"] for run in row["runs"]]
-        step_ms = row["median"]["time/total"]
-        tokens = round(row["median"]["tokens_per_s"] * step_ms / 1000)
+        times = row["median"]
         rows.append(
-            f"| {row['chapter']} | {row['devices']} | {tokens:,} | {spread(speeds, 0)} | "
-            f"{step_ms:.1f} | {row['median']['time/backward']:.1f} |"
+            f"| {row['chapter']} | {row['devices']} | {spread(speeds, 0)} | "
+            f"{times['time/total']:.1f} | {times['time/backward']:.1f} |"
         )
+    return rows
+
+
+@table(result("overhead_cpu"), result("overhead_ddp_cpu"))
+def overhead_ddp(alone, ddp) -> list[str]:
+    rows = ["| one process, against a bare loop | ratio of pairs, median |", "|---|---:|"]
+    for chapter, found in (("01-single-gpu", alone), ("02-ddp", ddp)):
+        low, _, high = found["ratio_quartiles"]
+        rows.append(f"| {chapter} | {found['ratio_median']:.3f} ({low:.3f} to {high:.3f}) |")
     return rows
 
 
