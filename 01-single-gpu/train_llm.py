@@ -192,7 +192,7 @@ def main() -> None:
             optimizer.step()
             step_lr = lr_scheduler.get_last_lr()[0]  # what this step used
             lr_scheduler.step()
-            optimizer.zero_grad(set_to_none=True)  # frees them until the next backward pass
+            optimizer.zero_grad(set_to_none=True)  # the next backward pass then need not add
         state["step"] += 1
         progress_bar.update()
         last = state["step"] == total_steps

@@ -14,30 +14,15 @@ if [[ -z "${VIRTUAL_ENV:-}" && -x .venv/bin/python ]]; then
     PYTHON=.venv/bin/python
 fi
 
-# torchrun opens the logs before the script has read its arguments: the run's folder is needed here.
-NAME=
-SAVE_DIR=outputs
-for ((i = 1; i <= $#; i++)); do
-    next=$((i + 1))
-    case "${!i}" in
-        -e | --experiment-name) NAME="${!next:-}" ;;
-        --experiment-name=*) NAME="${!i#*=}" ;;
-        -e*) NAME="${!i#-e}" ;;
-        --save-dir) SAVE_DIR="${!next:-}" ;;
-        --save-dir=*) SAVE_DIR="${!i#*=}" ;;
-    esac
-done
-if [[ -z "$NAME" ]]; then
-    NAME="ddp-$(date +%Y%m%d-%H%M%S)"
-    set -- -e "$NAME" "$@"
+if [[ " $* " == *" --help "* || " $* " == *" -h "* ]]; then
+    exec "$PYTHON" 02-ddp/train_llm.py --help
 fi
 
-if [[ -z "${NPROC_PER_NODE:-}" ]]; then
-    NPROC_PER_NODE=$("$PYTHON" -c "import torch; print(torch.cuda.device_count() or 2)")
-fi
-# The processes share the cores. Left to itself, each would take them all, or torchrun give it one.
-THREADS=$(($(getconf _NPROCESSORS_ONLN) / NPROC_PER_NODE))
-export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$((THREADS > 0 ? THREADS : 1))}"
+# torchrun opens the logs before the script has read its arguments: the run's folder is needed here.
+# The processes share the cores: left to itself, each would take them all, or torchrun give it one.
+PLAN=$("$PYTHON" -m common.launch "$@")
+{ read -r NAME && read -r SAVE_DIR && read -r PROCESSES && read -r THREADS; } <<<"$PLAN"
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$THREADS}"
 # For the line with which the script says how the run can go on.
 export LAUNCH_COMMAND="bash 02-ddp/launch.sh"
 # torchrun marks the lines that it shows with this. The script's lines name their rank already.
@@ -48,9 +33,9 @@ export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE='${role_name}'
 # rank 0 is shown here as well (3: stdout and stderr).
 exec "$PYTHON" -m torch.distributed.run \
     --standalone \
-    --nproc-per-node "$NPROC_PER_NODE" \
+    --nproc-per-node "$PROCESSES" \
     --log-dir "$SAVE_DIR/$NAME/logs" \
     --redirects 3 \
     --tee 0:3 \
     --role "" \
-    02-ddp/train_llm.py "$@"
+    02-ddp/train_llm.py -e "$NAME" "$@"

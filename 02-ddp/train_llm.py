@@ -81,6 +81,8 @@ def main() -> None:
     world_size = int(os.environ["WORLD_SIZE"])
     local_rank = int(os.environ["LOCAL_RANK"])  # among the processes of this machine
     device = torch.device(f"cuda:{local_rank}" if torch.cuda.is_available() else "cpu")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)  # "cuda" without a number now means this one
     logging.basicConfig(
         level=logging.INFO if rank == 0 else logging.WARNING,
         format=f"[%(asctime)s] [rank {rank}] %(message)s",
@@ -89,8 +91,6 @@ def main() -> None:
     # Products of float32 matrices in TF32 where a GPU has it: float32's range, 3 decimal digits.
     torch.set_float32_matmul_precision("high" if device.type == "cuda" else "highest")
     logger.info(cli.describe_run(args, device))
-    if device.type == "cuda":
-        torch.cuda.set_device(device)  # "cuda" without a number now means this one
     # From here on, a collective that not all ranks call waits for --dist-timeout and then fails.
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
@@ -121,7 +121,7 @@ def main() -> None:
     # pass. A second name for the same parameters: all else works on the bare model.
     ddp_model = DistributedDataParallel(
         model,
-        gradient_as_bucket_view=True,  # gradients lie in the buckets that are sent: no copy
+        gradient_as_bucket_view=True,  # once sent, they are held in the buckets alone
     )
 
     # --- data ---
@@ -220,7 +220,7 @@ def main() -> None:
             with timers("forward"), sync():
                 # Each micro-batch is its part of the mean over the global batch.
                 loss = ddp_model(**batch).loss / accumulation
-            with timers("backward"), sync():
+            with timers("backward"):
                 loss.backward()  # adds to the gradients of the micro-batches before
             state["running_loss"] += loss.detach()  # stays on the device: .item() would wait for it
         with timers("update"):
@@ -229,7 +229,7 @@ def main() -> None:
             optimizer.step()
             step_lr = lr_scheduler.get_last_lr()[0]  # what this step used
             lr_scheduler.step()
-            optimizer.zero_grad(set_to_none=True)  # frees them until the next backward pass
+            optimizer.zero_grad(set_to_none=True)  # the next backward pass then need not add
         state["step"] += 1
         progress_bar.update()
         last = state["step"] == total_steps
@@ -266,7 +266,7 @@ def main() -> None:
     tracker.finish()
     sample = sample_text(model, tokenizer, args.dataset_name, seq_length, args.seed)
     logger.info(launch.describe_end(run_dir, metrics, *sample))
-    del ddp_model  # its buckets must not outlive the group: with gloo, a rank could hang here
+    del ddp_model  # it holds on to the group: the last to do so, with gloo, could hang here
     dist.barrier()  # a rank that is gone too early looks like a failure to those still at work
     dist.destroy_process_group()
 

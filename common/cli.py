@@ -7,12 +7,16 @@ import platform
 import re
 import shlex
 import sys
+import time
 from collections.abc import Callable
-from typing import IO
+from typing import IO, NoReturn
 
 import torch
 import tqdm
 import transformers
+
+# What all ranks have to say, rank 0 says; the others give it this much time.
+HEAD_START_S = 5.0
 
 # Only these are ever logged: an environment also holds tokens and passwords.
 LOGGED_ENVIRONMENT = re.compile(
@@ -21,6 +25,16 @@ LOGGED_ENVIRONMENT = re.compile(
     r"|SLURM_RESTART_COUNT|NCCL_(DEBUG|IB_DISABLE|P2P_DISABLE|SOCKET_IFNAME)"
     r"|TORCH_DISTRIBUTED_DEBUG|WANDB_MODE)"
 )
+
+
+def wait_for_rank_0(status: int) -> None:
+    """On another rank that is about to end: give rank 0 time to speak, and to end all of them.
+
+    A rank that ended first would be the one that the launcher reports, and rank 0 might be ended
+    before it could speak.
+    """
+    if status and os.environ.get("RANK", "0") != "0":
+        time.sleep(HEAD_START_S)
 
 
 class InputError(Exception):
@@ -40,9 +54,10 @@ class ArgumentParser(argparse.ArgumentParser):
     Help shows defaults. A file that cannot be read ends in argparse's own error, status 2.
     """
 
-    def __init__(self, description: str) -> None:
+    def __init__(self, description: str, add_help: bool = True) -> None:
         super().__init__(
             description=description,
+            add_help=add_help,
             fromfile_prefix_chars="@",
             formatter_class=lambda prog: _HelpFormatter(prog, width=100),
             allow_abbrev=False,
@@ -53,6 +68,10 @@ class ArgumentParser(argparse.ArgumentParser):
             return shlex.split(arg_line, comments=True)
         except ValueError as error:
             self.error(f"cannot read the line {arg_line!r} of the @file: {error}")
+
+    def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
+        wait_for_rank_0(status)
+        super().exit(status, message)
 
     def _print_message(self, message: str, file: IO[str] | None = None) -> None:
         if os.environ.get("RANK", "0") == "0":  # all ranks have the same to say

@@ -16,12 +16,11 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from common.cli import InputError
+from common.cli import ArgumentParser, InputError, wait_for_rank_0
 
 # What torchrun tells each process that it starts.
 PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 ALONE = {**dict.fromkeys(PLACE, "0"), "WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}
-HEAD_START_S = 5.0  # for rank 0: what all ranks have to say, it alone says
 
 # Set when the run has a name, for a run that is interrupted.
 _how_to_go_on = "nothing was started."
@@ -66,7 +65,9 @@ def run(main: Callable[[], None]) -> NoReturn:
     except InputError as error:
         _leave(str(error), 2)
     except KeyboardInterrupt:
-        _leave(f"Interrupted; {_how_to_go_on}", 130)
+        if os.environ.get("RANK", "0") == "0":  # Ctrl-C reaches all ranks
+            print(f"Interrupted; {_how_to_go_on}", file=sys.stderr, flush=True)
+        _end(130)
     except OSError as error:
         if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG):
             _fail()
@@ -78,8 +79,10 @@ def run(main: Callable[[], None]) -> NoReturn:
         if "EADDRINUSE" in str(error):
             port = os.environ["MASTER_PORT"]
             _leave(f"Port {port} is in use: give another MASTER_PORT, or torchrun --standalone.", 2)
-        # gloo has no exceptions of its own, only a path of its sources before the text.
-        if not isinstance(error, dist.DistError) and "/gloo/" not in str(error):
+        # gloo has no exceptions of its own, only a path of its sources before the text. NCCL's
+        # can mean anything, in several lines.
+        out_of_reach = isinstance(error, dist.DistNetworkError | dist.DistStoreError)
+        if not out_of_reach and "/gloo/" not in str(error):
             _fail()
         reason = re.sub(r"^\[.*?\] |\. This is typically .*", "", str(error).splitlines()[0])
         _leave(f"The other ranks are gone or out of reach ({reason}); {_how_to_go_on}", 1)
@@ -89,19 +92,12 @@ def run(main: Callable[[], None]) -> NoReturn:
 
 
 def _leave(sentence: str, status: int) -> NoReturn:
-    """Say one sentence and exit; a rank other than 0 speaks only if rank 0 does not.
-
-    What is wrong with the input, all ranks find out; when rank 0 has ended, the launcher ends the
-    others before their time has come to speak.
-    """
+    """Say one sentence and exit; a rank other than 0 speaks only if rank 0 has not ended all."""
     rank = os.environ.get("RANK", "0")
-    try:
-        if rank != "0":
-            time.sleep(HEAD_START_S)
-            sentence = f"[rank {rank}] {sentence}"
-        print(sentence, file=sys.stderr, flush=True)
-    except KeyboardInterrupt:  # Ctrl-C reaches all ranks, and rank 0 answers it
-        pass
+    if rank != "0":
+        wait_for_rank_0(status)
+        sentence = f"[rank {rank}] {sentence}"
+    print(sentence, file=sys.stderr, flush=True)
     _end(status)
 
 
@@ -123,10 +119,13 @@ def _end(status: int) -> NoReturn:
 def experiment_name(args: argparse.Namespace) -> str:
     """Return args.experiment_name, or where there is none a new one: model, data set, time.
 
-    Clocks differ, so rank 0's is the name; all ranks must call this.
+    Clocks differ, so rank 0's is the name; all ranks must call this. Raises InputError where
+    torchrun shall start the ranks again after a failure: they would begin anew under a new name.
     """
     if args.experiment_name is not None:
         return args.experiment_name
+    if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)):
+        raise InputError("With --max-restarts a run needs a name that stays: give one with -e.")
     parts = (
         Path(args.model_name).name,
         Path(args.dataset_name).stem,
@@ -141,10 +140,12 @@ def experiment_name(args: argparse.Namespace) -> str:
 def how_to_go_on(experiment_name: str) -> str:
     """Return the sentence that says with which command the run goes on, as one can type it.
 
-    LAUNCH_COMMAND: set by a launch file, what stands before the arguments.
+    LAUNCH_COMMAND: set by a launch file, the words that started it; the script's arguments are then
+    `-e NAME` and those that the launch file was given.
     """
     global _how_to_go_on
-    arguments = sys.argv[1:]
+    launch_file = shlex.split(os.environ.get("LAUNCH_COMMAND", ""))
+    arguments = sys.argv[3:] if launch_file else sys.argv[1:]
     if not {"-e", "--experiment-name"} & {word.split("=")[0] for word in arguments}:
         arguments += ["-e", experiment_name]
     python = Path(sys.executable)
@@ -154,8 +155,8 @@ def how_to_go_on(experiment_name: str) -> str:
         command += ["-m", "torch.distributed.run", "--standalone"]
         command += ["--nproc-per-node", os.environ["LOCAL_WORLD_SIZE"]]
     command.append(sys.argv[0])
-    command = shlex.split(os.environ.get("LAUNCH_COMMAND", "")) or command
-    _how_to_go_on = f"to go on with it after a stop: {shlex.join(command + arguments)}"
+    words = (launch_file or command) + arguments
+    _how_to_go_on = f"to go on with it after a stop: {shlex.join(words)}"
     return _how_to_go_on
 
 
@@ -167,3 +168,26 @@ def describe_end(run_dir: Path, metrics: dict[str, float], prompt: str, text: st
         f"{metrics['bits_per_byte']:.3f} bits per byte\n"
         f"the run's folder: {run_dir}\n{_how_to_go_on}"
     )
+
+
+def plan(words: list[str]) -> tuple[str, str, int, int]:
+    """Return (name, folder of the runs, processes, threads of each) for a launch file.
+
+    words: the arguments of the script, which knows all of them. The number of processes is
+    NPROC_PER_NODE, or the number of GPUs, or 2. Raises InputError where it is no number.
+    """
+    parser = ArgumentParser(description="", add_help=False)
+    parser.add_argument("-e", "--experiment-name")
+    parser.add_argument("--save-dir", default="outputs")
+    parser.add_argument("-m", "--model-name", default="gpt2-tiny")
+    parser.add_argument("-d", "--dataset-name", default="python-stdlib")
+    args, _ = parser.parse_known_args(words)
+    processes = os.environ.get("NPROC_PER_NODE") or str(torch.cuda.device_count() or 2)
+    if not processes.isdecimal() or int(processes) == 0:
+        raise InputError(f"NPROC_PER_NODE is {processes!r}, which is no number of processes.")
+    threads = max(1, (os.cpu_count() or 1) // int(processes))
+    return experiment_name(args), args.save_dir, int(processes), threads
+
+
+if __name__ == "__main__":
+    run(lambda: print(*plan(sys.argv[1:]), sep="\n"))

@@ -49,6 +49,15 @@ def run_script(*args: object, timeout: float = 300, **env: str) -> subprocess.Co
     )
 
 
+@pytest.fixture(autouse=True)
+def hide_gpus(request, monkeypatch):
+    """Tests without the marker see no GPU: they compare what a CPU computes, to the last digit."""
+    if not any(map(request.node.get_closest_marker, ("gpu", "multi_gpu"))):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+        monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+
+
 @pytest.fixture
 def train(tmp_path, monkeypatch):
     """Return a function that runs chapter 1 in this process and returns the metrics it wrote."""

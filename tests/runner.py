@@ -41,14 +41,13 @@ def server_context() -> multiprocessing.context.ForkServerContext:
     """Return the context whose children come from a server that has imported this module."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["runner"])
-    before = os.environ.get("PYTHONPATH")
+    before = dict(os.environ)
     # The server looks for the module here and, before Python 3.13, not in this process's sys.path.
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (str(Path(__file__).parent), before)))
+    os.environ["PYTHONPATH"] = str(Path(__file__).parent)
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # children are CPU processes
     forkserver.ensure_running()
-    if before is None:
-        del os.environ["PYTHONPATH"]
-    else:
-        os.environ["PYTHONPATH"] = before
+    os.environ.clear()
+    os.environ.update(before)
     return context
 
 

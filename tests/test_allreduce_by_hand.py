@@ -59,6 +59,11 @@ def redirect_output(folder: Path) -> None:
     sys.stdout = (folder / "stdout").open("a", buffering=1)
 
 
+def test_the_recorded_output_is_of_this_form():
+    recorded = (ROOT / "02-ddp/recorded/allreduce_by_hand.txt").read_text()
+    check_table(recorded.split("\n", 2)[2], 4)
+
+
 def test_as_the_reader_runs_it():
     done = run_script(*TORCHRUN, 4, SCRIPT)
     assert done.returncode == 0, done.stderr

@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import socket
 import subprocess
 import sys
@@ -10,6 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import CHAPTERS, ROOT, read_metrics, run_script
 from runner import Ranks, finish, start
 from test_parity import plant
@@ -170,6 +172,46 @@ def test_ranks_that_never_come(flags, tmp_path):
     assert sentence.startswith("The other ranks are gone or out of reach (Timed out")
 
 
+def test_a_port_in_use_under_torchrun(flags):
+    """torchrun itself opens the port, and ends before it starts a rank."""
+    with socket.socket() as other:
+        other.bind(("", 0))
+        other.listen()
+        command = ["-m", "torch.distributed.run", "--nproc-per-node", 2]
+        command += ["--master-port", other.getsockname()[1], "02-ddp/train_llm.py", *flags]
+        done = run_script(*command)
+    assert done.returncode == 1
+    assert "EADDRINUSE, message: address already in use" in done.stderr
+    assert "[rank 0]" not in done.stderr
+
+
+def test_restarts_need_a_name(flags):
+    done = run_script(*TORCHRUN, 2, "--max-restarts", 1, "02-ddp/train_llm.py", *flags)
+    assert done.returncode == 1
+    assert "With --max-restarts a run needs a name that stays: give one with -e." in done.stderr
+
+
+def test_plan_of_a_launch_file(monkeypatch, tmp_path):
+    """It finds the name wherever argparse finds it, and shares out the cores."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.delenv("NPROC_PER_NODE", raising=False)
+    (tmp_path / "my.args").write_text("--experiment-name 'from a file'  # comment\n--seed 3\n")
+    assert launch.plan(["-e", "a", "--save-dir", "b c"]) == ("a", "b c", 2, 4)
+    assert launch.plan(["-ea", "-s", "32"]) == ("a", "outputs", 2, 4)
+    assert launch.plan(["--experiment-name=a"])[0] == "a"
+    assert launch.plan([f"@{tmp_path}/my.args", "--zero1"])[0] == "from a file"
+    assert launch.plan([])[0].startswith("gpt2-tiny-python-stdlib-20")
+    monkeypatch.setenv("NPROC_PER_NODE", "3")
+    assert launch.plan([])[2:] == (3, 2)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.delenv("NPROC_PER_NODE")
+    assert launch.plan([])[2:] == (4, 2)
+    for wrong in ("gpu", "0"):
+        monkeypatch.setenv("NPROC_PER_NODE", wrong)
+        with pytest.raises(InputError, match="which is no number of processes"):
+            launch.plan([])
+
+
 def free_port() -> int:
     with socket.socket() as socket_:
         socket_.bind(("127.0.0.1", 0))
@@ -272,7 +314,7 @@ def test_launch_file_keeps_logs_and_errors_of_each_rank(chapter, flags, tmp_path
 
 
 def test_ctrl_c_reaches_all_ranks(flags, tmp_path):
-    """As from a terminal: the signal goes to torchrun and to all of its workers."""
+    """As from a terminal: torchrun gets the signal, and hands it on to its workers."""
     command = [sys.executable, *TORCHRUN, 2, "02-ddp/train_llm.py", *flags, "-e", "run"]
     command += ["--max-steps", 10**5, "--ckpt-freq", 5]
     process = subprocess.Popen(
@@ -287,9 +329,12 @@ def test_ctrl_c_reaches_all_ranks(flags, tmp_path):
         while not (tmp_path / "run/state.json").exists():
             assert time.monotonic() < deadline and process.poll() is None
             time.sleep(0.1)
-        os.killpg(process.pid, 2)
+        os.killpg(process.pid, signal.SIGINT)
+        stop = time.monotonic()
         _, said = process.communicate(timeout=60)
+        assert time.monotonic() - stop < 10
     finally:
         process.kill()
-    interrupted = [line for line in said.splitlines() if line.startswith("Interrupted; ")]
-    assert len(interrupted) == 1 and "torch.distributed.run --standalone" in interrupted[0]
+    (interrupted,) = [line for line in said.splitlines() if "Interrupted" in line]
+    assert interrupted.startswith("Interrupted; to go on")
+    assert "torch.distributed.run --standalone" in interrupted

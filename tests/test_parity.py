@@ -1,13 +1,19 @@
 """The parity ladder: at every number of ranks, the training of chapter 1."""
 
 import json
+import os
 import random
 from itertools import chain
 from pathlib import Path
 
 import pytest
+import torch
+import torch.distributed as dist
 from conftest import CHAPTERS, ROOT, read_metrics
 from runner import Ranks, finish, start
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
+from torch.nn import parallel
+from torch.nn.parallel import DistributedDataParallel
 
 DISTRIBUTED = CHAPTERS[1:]
 STEPS = 20
@@ -67,16 +73,18 @@ def ladder(tmp_path_factory) -> Ladder:
 
 def assert_parity(ladder: Ladder, expected: str, found: str, world_size: int) -> None:
     """Each loss within 1e-5, each norm within 1e-3, and the same samples in every global batch."""
-    assert ladder.samples(found, world_size) == ladder.samples(expected)
+    same_samples = ladder.samples(found, world_size) == ladder.samples(expected)
+    assert same_samples, "the samples differ"
     expected, found = ladder.metrics(expected), ladder.metrics(found)
     assert len(expected) == STEPS and expected[-1]["epoch"] == 1
     assert expected[-1]["loss"] < expected[0]["loss"] - 1
     for key in ("step", "epoch", "epoch_progress", "batches_left", "lr"):
-        assert [line[key] for line in found] == [line[key] for line in expected], key
+        same = [line[key] for line in found] == [line[key] for line in expected]
+        assert same, f"the {key} differ"
     for key, rel in (("loss", 1e-5), ("grad_norm", 1e-3), ("eval_loss", 1e-5)):
-        assert [line[key] for line in found if key in line] == pytest.approx(
-            [line[key] for line in expected if key in line], rel=rel
-        ), key
+        right = [line[key] for line in expected if key in line]
+        same = [line[key] for line in found if key in line] == pytest.approx(right, rel=rel)
+        assert same, f"the {key} differ"
 
 
 @pytest.mark.parametrize("chapter", DISTRIBUTED)
@@ -101,24 +109,45 @@ def test_same_training_compiled(ladder):
     assert_parity(ladder, ladder.alone("-m", "gpt2-tiny", "-b", 24), found, 2)
 
 
+# By name: the first check that must be red, and what is replaced in the script.
 BUGS = {
-    "gradients of the bare model": [("loss = ddp_model(**batch)", "loss = model(**batch)")],
-    "gradients never averaged": [("micro_batch == accumulation - 1", "False")],
-    "loss not divided": [(".loss / accumulation", ".loss")],
-    "no set_epoch": [
-        ("sampler.set_epoch(epoch, start=epoch_step * micro_batch_size * accumulation)", "pass")
-    ],
-    "a rank skips one batch": [
-        ("start=epoch_step", "start=(rank == 1) * micro_batch_size + epoch_step")
-    ],
-    "all ranks take the same samples": [("num_replicas=world_size, rank=rank, ", "1, 0, ")],
-    "different initial weights": [
-        ("torch.manual_seed(args.seed)", "torch.manual_seed(args.seed + rank)"),
-        ("        gradient_as_bucket_view=True", "init_sync=False, gradient_as_bucket_view=True"),
-    ],
-    "loss of one rank": [('dist.all_reduce(state["running_loss"])', "pass")],
-    "evaluation of one rank": [("dist.all_reduce(total)", "pass")],
-    "every rank evaluates the same": [("range(rank, len(eval_data), world_size)", "range(6)")],
+    "gradients of the bare model": (
+        "loss",
+        [("loss = ddp_model(**batch)", "loss = model(**batch)")],
+    ),
+    "gradients never averaged": ("loss", [("micro_batch == accumulation - 1", "False")]),
+    "loss not divided": ("loss", [(".loss / accumulation", ".loss")]),
+    "no set_epoch": (
+        "samples",
+        [("sampler.set_epoch(epoch, start=epoch_step * micro_batch_size * accumulation)", "pass")],
+    ),
+    "a rank skips one batch": (
+        "samples",
+        [("start=epoch_step", "start=(rank == 1) * micro_batch_size + epoch_step")],
+    ),
+    "all ranks take the same samples": (
+        "samples",
+        [("num_replicas=world_size, rank=rank, ", "1, 0, ")],
+    ),
+    "different initial weights": (
+        "loss",
+        [
+            ("torch.manual_seed(args.seed)", "torch.manual_seed(args.seed + rank)"),
+            ("        gradient_as_bucket", "        init_sync=False,\n        gradient_as_bucket"),
+        ],
+    ),
+    "loss of one rank": (
+        "loss",
+        [
+            ('state["running_loss"] /= world_size', "pass"),
+            ('dist.all_reduce(state["running_loss"])', "pass"),
+        ],
+    ),
+    "evaluation of one rank": ("eval_loss", [("dist.all_reduce(total)", "pass")]),
+    "every rank evaluates the same": (
+        "eval_loss",
+        [("range(rank, len(eval_data), world_size)", "range(6)")],
+    ),
 }
 
 
@@ -135,7 +164,41 @@ def plant(chapter: str, folder: Path, replacements: list[tuple[str, str]]) -> Pa
 
 @pytest.mark.parametrize("bug", BUGS)
 def test_planted_bug_is_noticed(ladder, tmp_path, bug):
-    chapter = plant("02-ddp", tmp_path / "chapter", BUGS[bug])
+    red, replacements = BUGS[bug]
+    chapter = plant("02-ddp", tmp_path / "chapter", replacements)
     found = ladder.run(chapter, 2, "-b", 6, name=bug.replace(" ", "-"))
-    with pytest.raises(AssertionError):
+    with pytest.raises(AssertionError, match=rf"^the {red} differ"):
         assert_parity(ladder, ladder.alone("-m", "gpt2-tiny", "-b", 24), found, 2)
+
+
+def note_all_reduces() -> None:
+    """DDP calls this hook for each bucket that it sends; each rank notes it."""
+
+    class Noting(DistributedDataParallel):
+        def __init__(self, *args: object, **kwargs: object) -> None:
+            super().__init__(*args, **kwargs)
+            self.register_comm_hook(None, self.note)
+
+        @staticmethod
+        def note(_: object, bucket: dist.GradBucket) -> torch.futures.Future:
+            with Path(f"{os.environ['NOTES']}-{os.environ['RANK']}").open("a") as notes:
+                notes.write("x")
+            return allreduce_hook(None, bucket)
+
+    parallel.DistributedDataParallel = Noting
+
+
+def all_reduces_per_step(ladder: Ladder, chapter: str | Path, notes: Path, *args: object) -> float:
+    flags = ladder.flags(notes.name, *args)
+    options = {"chapter": chapter, "env": {"NOTES": notes}, "plant": note_all_reduces}
+    assert Ranks(2, flags, **options).finish() == [0, 0]
+    return len(Path(f"{notes}-1").read_text()) / STEPS
+
+
+def test_gradients_are_sent_once_per_step(ladder, tmp_path):
+    """The planted bug sends them after each of 6 micro-batches: the same losses, more traffic."""
+    once = all_reduces_per_step(ladder, "02-ddp", tmp_path / "once", "-b", 24)
+    assert all_reduces_per_step(ladder, "02-ddp", tmp_path / "six", "-b", 2) == once
+    bug = ("else ddp_model.no_sync", "else contextlib.nullcontext")
+    wrong = plant("02-ddp", tmp_path / "wrong", [bug])
+    assert all_reduces_per_step(ladder, wrong, tmp_path / "all", "-b", 2) > 5 * once

@@ -9,7 +9,7 @@ from pathlib import Path
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from common.cli import run
+from common.launch import run
 from common.sources import BUILT_IN, find_source
 
 VOCABULARY_SIZE = 4096

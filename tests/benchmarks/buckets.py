@@ -6,7 +6,8 @@ torchrun --standalone --nproc-per-node 2 tests/benchmarks/buckets.py \
 Forward and backward passes of a preset on random tokens, no optimizer. A pass under no_sync sends
 nothing, and with a barrier behind it takes as long as the slowest rank: what a pass takes longer
 than that is what the backward pass does not hide of the all-reduce. All variants are built
-beforehand and measured in turn, several rounds of them, on rank 0's clock.
+beforehand and measured in turn, several rounds of them, on rank 0's clock. Not compiled: instances
+of one model share the graph, which TorchDynamo splits at the buckets of the first.
 """
 
 import argparse
@@ -24,7 +25,8 @@ from transformers import AutoModelForCausalLM
 
 from common.models import causal_attention, load_config
 
-CAPS_MB = (1, 5, 25, 100, 10_000)  # 25 is PyTorch's default; the last holds all in one bucket
+# MiB. None: what DDP does by itself, a first bucket of 1 and then buckets of 25.
+CAPS = {"1 MiB": 1, "5 MiB": 5, "default": None, "100 MiB": 100, "all in one": 10_000}
 WARM_UP = 3  # rounds that are not counted
 
 
@@ -41,15 +43,12 @@ class Bench:
         self.config = load_config(args.model_name)
         shape = (args.batch_size, args.seq_length)
         self.tokens = torch.randint(self.config.vocab_size, shape, device=self.device)
-        self.compile = args.compile
 
-    def build(self, cap_mb: int) -> DistributedDataParallel:
+    def build(self, cap_mb: int | None) -> DistributedDataParallel:
         torch.manual_seed(0)
         attention = causal_attention(self.config)
         model = AutoModelForCausalLM.from_config(self.config, attn_implementation=attention)
         model.to(self.device)
-        if self.compile:
-            model.compile()
         return DistributedDataParallel(model, bucket_cap_mb=cap_mb, gradient_as_bucket_view=True)
 
     def passes(self, model: DistributedDataParallel, sent: list[bool]) -> float:
@@ -88,18 +87,18 @@ def main() -> None:
     parser.add_argument("--model-name", default="gpt2-tiny", help="a preset")
     parser.add_argument("--batch-size", type=int, default=12, help="sequences per pass")
     parser.add_argument("--seq-length", type=int, default=128, help="tokens per sequence")
-    parser.add_argument("--compile", action="store_true", help="the model, with torch.compile")
     parser.add_argument("--rounds", type=int, default=30, help="of all variants, in turn")
     args = parser.parse_args()
     bench = Bench(args)
-    models = {cap: bench.build(cap) for cap in CAPS_MB}
-    n_bytes = 4 * sum(parameter.numel() for parameter in models[25].parameters())
-    variants = {f"{cap} MB": (models[cap], [True]) for cap in CAPS_MB}
+    models = {name: bench.build(cap) for name, cap in CAPS.items()}
+    default = models["default"]
+    n_bytes = 4 * sum(parameter.numel() for parameter in default.parameters())
+    variants = {name: (model, [True]) for name, model in models.items()}
     variants |= {
-        "nothing sent": (models[25], [False]),
-        "4 micro-batches, no_sync for 3": (models[25], [False, False, False, True]),
-        "4 micro-batches, all sent": (models[25], [True] * 4),
-        "4 micro-batches, nothing sent": (models[25], [False] * 4),
+        "nothing sent": (default, [False]),
+        "4 micro-batches, all sent": (default, [True] * 4),
+        "4 micro-batches, no_sync for 3": (default, [False, False, False, True]),
+        "4 micro-batches, nothing sent": (default, [False] * 4),
     }
     times = {name: [] for name in (*variants, "all-reduce alone")}
     for _ in range(WARM_UP + args.rounds):
@@ -107,6 +106,7 @@ def main() -> None:
             times[name].append(bench.passes(model, sent))
         times["all-reduce alone"].append(bench.all_reduce(n_bytes))
     rank, world_size = dist.get_rank(), dist.get_world_size()
+    del models, default, variants, model  # they hold on to the group
     dist.barrier()
     dist.destroy_process_group()
     if rank == 0:

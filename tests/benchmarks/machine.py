@@ -20,7 +20,7 @@ def describe_machine() -> dict[str, object]:
     facts = {
         "command": shlex.join([*_launcher(), *sys.argv]),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "commit": _first_line("git", "rev-parse", "--short", "HEAD"),
+        "commit": _first_line("git", "describe", "--always", "--dirty"),
         "python": platform.python_version(),
         "torch": torch.__version__,
         "transformers": transformers.__version__,
