@@ -5,9 +5,9 @@ torchrun --standalone --nproc-per-node 2 tests/benchmarks/buckets.py \
 
 Forward and backward passes of a preset on random tokens, no optimizer. A pass under no_sync sends
 nothing, and with a barrier behind it takes as long as the slowest rank: what a pass takes longer
-than that is what the backward pass does not hide of the all-reduce. All variants are built
-beforehand and measured in turn, several rounds of them, on rank 0's clock. Not compiled: instances
-of one model share the graph, which TorchDynamo splits at the buckets of the first.
+than that is what the backward pass does not hide of the all-reduce. The two are measured in turn,
+several rounds for each size of the buckets, on rank 0's clock. Not compiled: instances of one model
+share the graph, which TorchDynamo splits at the buckets of the first.
 """
 
 import argparse
@@ -27,7 +27,7 @@ from common.models import causal_attention, load_config
 
 # MiB. None: what DDP does by itself, a first bucket of 1 and then buckets of 25.
 CAPS = {"1 MiB": 1, "5 MiB": 5, "default": None, "100 MiB": 100, "all in one": 10_000}
-WARM_UP = 3  # rounds that are not counted
+WARM_UP = 2  # rounds that are not counted
 
 
 class Bench:
@@ -90,23 +90,23 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=30, help="of all variants, in turn")
     args = parser.parse_args()
     bench = Bench(args)
-    models = {name: bench.build(cap) for name, cap in CAPS.items()}
-    default = models["default"]
-    n_bytes = 4 * sum(parameter.numel() for parameter in default.parameters())
-    variants = {name: (model, [True]) for name, model in models.items()}
-    variants |= {
-        "nothing sent": (default, [False]),
-        "4 micro-batches, all sent": (default, [True] * 4),
-        "4 micro-batches, no_sync for 3": (default, [False, False, False, True]),
-        "4 micro-batches, nothing sent": (default, [False] * 4),
-    }
-    times = {name: [] for name in (*variants, "all-reduce alone")}
-    for _ in range(WARM_UP + args.rounds):
-        for name, (model, sent) in variants.items():
-            times[name].append(bench.passes(model, sent))
-        times["all-reduce alone"].append(bench.all_reduce(n_bytes))
+    times = {}
+    for name, cap_mb in CAPS.items():
+        model = bench.build(cap_mb)
+        variants = {name: [True], f"{name}, nothing sent": [False]}
+        if cap_mb is None:
+            variants["4 micro-batches, all sent"] = [True] * 4
+            variants["4 micro-batches, no_sync for 3"] = [False, False, False, True]
+            variants["4 micro-batches, nothing sent"] = [False] * 4
+        times |= {variant: [] for variant in variants}
+        for _ in range(WARM_UP + args.rounds):
+            for variant, sent in variants.items():
+                times[variant].append(bench.passes(model, sent))
+        n_bytes = 4 * sum(parameter.numel() for parameter in model.parameters())
+        del model  # it holds on to the group
+    rounds = range(WARM_UP + args.rounds)
+    times["all-reduce alone"] = [bench.all_reduce(n_bytes) for _ in rounds]
     rank, world_size = dist.get_rank(), dist.get_world_size()
-    del models, default, variants, model  # they hold on to the group
     dist.barrier()
     dist.destroy_process_group()
     if rank == 0:

@@ -70,16 +70,21 @@ def pages() -> list[Path]:
 
 # --- front page ---
 
-
 MAKE_TRAIN = "01-single-gpu/recorded/make-train.metrics.jsonl"
+LAUNCH = "02-ddp/recorded/launch.metrics.jsonl"
+MEASURED = ("overhead_cpu", "overhead_gpu", "profile_gpt2", "startup_cpu")
 
 
-@table(MAKE_TRAIN, *map(result, ("overhead_cpu", "overhead_gpu", "profile_gpt2", "startup_cpu")))
-def measured(make_train, overhead_cpu, overhead_gpu, profile_gpt2, startup_cpu) -> list[str]:
+@table(MAKE_TRAIN, LAUNCH, *map(result, MEASURED))
+def measured(
+    make_train, launch, overhead_cpu, overhead_gpu, profile_gpt2, startup_cpu
+) -> list[str]:
     def link(name: str) -> str:
         return f"[{name}.json]({result(name)})"
 
     last = f"[make-train.metrics.jsonl]({MAKE_TRAIN})"
+    losses = [[line["loss"] for line in run if "loss" in line] for run in (make_train, launch)]
+    apart = max(abs(two / one - 1) for one, two in zip(*losses, strict=True))
     ours = profile_gpt2["transformers, no mask"]["tokens_per_s"]
     first, second = (startup_cpu[key]["median"] for key in ("first", "second"))
     return [
@@ -87,6 +92,8 @@ def measured(make_train, overhead_cpu, overhead_gpu, profile_gpt2, startup_cpu) 
         "|---|---:|---|",
         "| evaluation of the default run, two CPU cores | "
         f"{make_train[-1]['bits_per_byte']:.3f} bits per byte | {last} |",
+        "| the losses of chapter 2 on two processes against chapter 1's, all 464 steps | "
+        f"at most {apart:.1e} apart | [launch.metrics.jsonl]({LAUNCH}) |",
         "| chapter 1's step against a bare loop, two CPU cores | "
         f"x {overhead_cpu['ratio_median']:.3f} | {link('overhead_cpu')} |",
         "| the same on an H200, GPT-2 124M, bfloat16 weights, compiled, 64 x 1024 tokens, "
@@ -203,9 +210,6 @@ def attention_masks(profile_gpt2) -> list[str]:
 # --- chapter 2 ---
 
 
-LAUNCH = "02-ddp/recorded/launch.metrics.jsonl"
-
-
 @table(MAKE_TRAIN, LAUNCH)
 def same_losses(alone, ranks) -> list[str]:
     by_step = [{line["step"]: line for line in run if "loss" in line} for run in (alone, ranks)]
@@ -252,12 +256,14 @@ def passes(found: dict, name: str) -> str:
 
 @table(result("buckets_cpu"))
 def buckets_cpu(found) -> list[str]:
-    rows = ["| buckets | ms | exposed, ms |", "|---|---:|---:|"]
-    nothing = found["ms"]["nothing sent"]["median"]
-    for name in ("1 MiB", "5 MiB", "default", "100 MiB", "all in one", "nothing sent"):
-        exposed = found["ms"][name]["median"] - nothing
-        rows.append(f"| {name} | {passes(found, name)} | {exposed:,.0f} |")
-    rows.append(f"| the all-reduce alone | {passes(found, 'all-reduce alone')} | |")
+    rows = ["| buckets | ms | nothing sent, ms | exposed, ms |", "|---|---:|---:|---:|"]
+    for name in ("1 MiB", "5 MiB", "default", "100 MiB", "all in one"):
+        nothing = f"{name}, nothing sent"
+        exposed = found["ms"][name]["median"] - found["ms"][nothing]["median"]
+        rows.append(
+            f"| {name} | {passes(found, name)} | {passes(found, nothing)} | {exposed:,.0f} |"
+        )
+    rows.append(f"| the all-reduce alone | {passes(found, 'all-reduce alone')} | | |")
     return rows
 
 
