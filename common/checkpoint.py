@@ -135,8 +135,9 @@ def _content(
     # Without any wrapper's prefix, and sharded where the model is: the same for all chapters.
     model_state, optimizer_state = get_state_dict(model, _own_part(optimizer))
     # The outer optimizer has all parameters, and the rate of the next step, not of the last one.
+    (group,) = optimizer.param_groups
     names = [name for name, _ in model.named_parameters()]
-    optimizer_state["param_groups"] = [{**optimizer.param_groups[0], "params": names}]
+    optimizer_state["param_groups"] = [{**group, "params": names}]
     return {
         "model": model_state,
         "optimizer": optimizer_state,

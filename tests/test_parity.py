@@ -180,7 +180,7 @@ def note_all_reduces() -> None:
             self.register_comm_hook(None, self.note)
 
         @staticmethod
-        def note(_: object, bucket: dist.GradBucket) -> torch.futures.Future:
+        def note(_: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
             with Path(f"{os.environ['NOTES']}-{os.environ['RANK']}").open("a") as notes:
                 notes.write("x")
             return allreduce_hook(None, bucket)
