@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # Chapter 2 on all GPUs of this machine; without a GPU, in 2 processes. All arguments go to the
-# script. NPROC_PER_NODE is the number of processes, if it shall be another one.
+# script. NPROC_PER_NODE is the number of processes, if it shall be another one. Paths count from the
+# repository's root, wherever this is called.
 #
 #   bash 02-ddp/launch.sh
 #   bash 02-ddp/launch.sh -e my-run --max-steps 100
@@ -24,7 +25,7 @@ PLAN=$("$PYTHON" -m common.launch "$@")
 { read -r NAME && read -r SAVE_DIR && read -r PROCESSES && read -r THREADS; } <<<"$PLAN"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$THREADS}"
 # For the line with which the script says how the run can go on.
-export LAUNCH_COMMAND="bash 02-ddp/launch.sh"
+export LAUNCH_COMMAND="${NPROC_PER_NODE:+NPROC_PER_NODE=$NPROC_PER_NODE }bash 02-ddp/launch.sh"
 # torchrun marks the lines that it shows with this. The script's lines name their rank already.
 # shellcheck disable=SC2016
 export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE='${role_name}'

@@ -116,7 +116,7 @@ def split_batch(args: argparse.Namespace, world_size: int, n_blocks: int) -> tup
     if rest:
         raise InputError(
             f"{world_size} devices cannot share --global-batch-size {global_batch_size} evenly: "
-            f"give a multiple of {world_size}."
+            f"give another number of devices, or a multiple of {world_size}."
         )
     if n_blocks < global_batch_size:
         raise InputError(

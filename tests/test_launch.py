@@ -91,7 +91,8 @@ def test_a_global_batch_that_the_ranks_cannot_share(chapter, flags):
     arguments = (*flags, "-e", "run", "--global-batch-size", 7)
     done = run_script(*TORCHRUN, 2, f"{chapter}/train_llm.py", *arguments)
     assert done.returncode == 1, "torchrun's own status"
-    sentence = "2 devices cannot share --global-batch-size 7 evenly: give a multiple of 2."
+    sentence = "2 devices cannot share --global-batch-size 7 evenly: "
+    sentence += "give another number of devices, or a multiple of 2."
     assert said_by_ranks(done.stderr) == [sentence]
     assert re.search(r"rank +: 0 \(local_rank: 0\)\n +exitcode +: 2", done.stderr)
 
@@ -306,7 +307,8 @@ def test_launch_file_keeps_logs_and_errors_of_each_rank(chapter, flags, tmp_path
         "0",
         "1",
     ]
-    assert f"bash {chapter}/launch.sh -d " in done.stdout + done.stderr, "the command that goes on"
+    goes_on = f"NPROC_PER_NODE=2 bash {chapter}/launch.sh -d "
+    assert goes_on in done.stdout + done.stderr
     done = run("--experiment-name=other", "--global-batch-size", 7)
     assert done.returncode == 1
     (error_file,) = (tmp_path / "other/logs").glob("*/attempt_0/0/error.json")

@@ -92,8 +92,8 @@ def measured(
         "|---|---:|---|",
         "| evaluation of the default run, two CPU cores | "
         f"{make_train[-1]['bits_per_byte']:.3f} bits per byte | {last} |",
-        "| the losses of chapter 2 on two processes against chapter 1's, all 464 steps | "
-        f"at most {apart:.1e} apart | [launch.metrics.jsonl]({LAUNCH}) |",
+        f"| the {len(losses[0])} logged losses of chapter 2 on two processes against chapter 1's, "
+        f"relative difference | at most {apart:.1e} | [launch.metrics.jsonl]({LAUNCH}) |",
         "| chapter 1's step against a bare loop, two CPU cores | "
         f"x {overhead_cpu['ratio_median']:.3f} | {link('overhead_cpu')} |",
         "| the same on an H200, GPT-2 124M, bfloat16 weights, compiled, 64 x 1024 tokens | "
