@@ -2,8 +2,10 @@
 
 import pytest
 import torch
-from conftest import read_metrics, run_script
+from conftest import CHAPTERS, read_metrics, run_script
 from torch.optim.optimizer import register_optimizer_step_post_hook
+
+from common.launch import ALONE
 
 SCRIPT = "01-single-gpu/train_llm.py"
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
@@ -36,8 +38,11 @@ def test_first_20_losses_agree_with_the_cpu(tmp_path, args):
 
 
 @pytest.mark.gpu
-def test_no_step_waits_for_the_gpu(train):
+@pytest.mark.parametrize("chapter", CHAPTERS)
+def test_no_step_waits_for_the_gpu(train, monkeypatch, chapter):
     """Between two log lines nothing synchronises; PyTorch raises an error if anything does."""
+    for name, value in ALONE.items():  # restored afterwards
+        monkeypatch.setenv(name, value)
     steps = 0
 
     def forbid_waiting(*_: object) -> None:
@@ -47,7 +52,7 @@ def test_no_step_waits_for_the_gpu(train):
 
     handle = register_optimizer_step_post_hook(forbid_waiting)
     try:
-        train("--max-steps", 20, "--log-freq", 20, "--ckpt-freq", 20)
+        train("--max-steps", 20, "--log-freq", 20, "--ckpt-freq", 20, chapter=chapter)
     finally:
         handle.remove()
         torch.cuda.set_sync_debug_mode("default")
@@ -65,7 +70,7 @@ def test_the_check_for_waiting_catches_an_item_call(train, monkeypatch):
 
     monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", clip_and_wait)
     with pytest.raises(RuntimeError, match="synchroniz"):
-        test_no_step_waits_for_the_gpu(train)
+        test_no_step_waits_for_the_gpu(train, monkeypatch, "01-single-gpu")
 
 
 @pytest.mark.gpu
