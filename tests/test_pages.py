@@ -384,7 +384,11 @@ def made_by_make() -> set[str]:
 
 
 RUN = [
-    pytest.param(command, id=f"{name_of(page)}: {command.strip()}")
+    pytest.param(
+        command,
+        id=f"{name_of(page)}: {command.strip()}",
+        marks=() if page.parent == ROOT else pytest.mark.slow,
+    )
     for page in PAGES
     for needs, command in commands(page.read_text())
     if not needs

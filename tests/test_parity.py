@@ -88,7 +88,7 @@ def assert_parity(ladder: Ladder, expected: str, found: str, world_size: int) ->
 
 
 @pytest.mark.parametrize("chapter", DISTRIBUTED)
-@pytest.mark.parametrize("model", ["gpt2-tiny", "llama-tiny"])
+@pytest.mark.parametrize("model", ["gpt2-tiny", pytest.param("llama-tiny", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("world_size", [1, 2, 3, 4])
 @pytest.mark.parametrize("batch_size", [24, 2], ids=["at once", "accumulated"])
 def test_same_training_at_every_world_size(ladder, chapter, model, world_size, batch_size):
