@@ -186,10 +186,11 @@ def test_a_port_in_use_under_torchrun(flags):
     assert "[rank 0]" not in done.stderr
 
 
-def test_restarts_need_a_name(flags):
-    done = run_script(*TORCHRUN, 2, "--max-restarts", 1, "02-ddp/train_llm.py", *flags)
-    assert done.returncode == 1
-    assert "With --max-restarts a run needs a name that stays: give one with -e." in done.stderr
+def test_restarts_need_a_name(monkeypatch):
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
+    with pytest.raises(InputError, match="With --max-restarts a run needs a name that stays: give"):
+        launch.plan([])
+    assert launch.plan(["-e", "run"])[0] == "run"
 
 
 def test_plan_of_a_launch_file(monkeypatch, tmp_path):
