@@ -272,31 +272,53 @@ def overhead_ddp(alone, ddp) -> list[str]:
     return rows
 
 
-def passes(found: dict, name: str) -> str:
+BUCKETS = ("1 MiB", "5 MiB", "default", "100 MiB", "all in one")
+
+
+def passes(found: dict, name: str, digits: int = 0) -> str:
     each = found["ms"][name]
     low, _, high = each["quartiles"]
-    return f"{each['median']:,.0f} ({low:,.0f} to {high:,.0f})"
+    return f"{each['median']:,.{digits}f} ({low:,.{digits}f} to {high:,.{digits}f})"
+
+
+def exposed(found: dict, digits: int) -> list[str]:
+    rows = ["| buckets | ms | nothing sent, ms | exposed, ms |", "|---|---:|---:|---:|"]
+    for name in BUCKETS:
+        nothing = f"{name}, nothing sent"
+        difference = found["ms"][name]["median"] - found["ms"][nothing]["median"]
+        rows.append(
+            f"| {name} | {passes(found, name, digits)} | {passes(found, nothing, digits)} | "
+            f"{difference:,.{digits}f} |"
+        )
+    rows.append(f"| the all-reduce alone | {passes(found, 'all-reduce alone', digits)} | | |")
+    return rows
+
+
+def micro_batches(found: dict, digits: int) -> list[str]:
+    rows = ["| gradients of 4 micro-batches | ms |", "|---|---:|"]
+    for name in ("all sent", "no_sync for 3", "nothing sent"):
+        rows.append(f"| {name} | {passes(found, f'4 micro-batches, {name}', digits)} |")
+    return rows
 
 
 @table(result("buckets_cpu"))
 def buckets_cpu(found) -> list[str]:
-    rows = ["| buckets | ms | nothing sent, ms | exposed, ms |", "|---|---:|---:|---:|"]
-    for name in ("1 MiB", "5 MiB", "default", "100 MiB", "all in one"):
-        nothing = f"{name}, nothing sent"
-        exposed = found["ms"][name]["median"] - found["ms"][nothing]["median"]
-        rows.append(
-            f"| {name} | {passes(found, name)} | {passes(found, nothing)} | {exposed:,.0f} |"
-        )
-    rows.append(f"| the all-reduce alone | {passes(found, 'all-reduce alone')} | | |")
-    return rows
+    return exposed(found, digits=0)
+
+
+@table(result("buckets_gpu"))
+def buckets_gpu(found) -> list[str]:
+    return exposed(found, digits=1)
 
 
 @table(result("buckets_cpu"))
 def no_sync_cpu(found) -> list[str]:
-    rows = ["| gradients of 4 micro-batches | ms |", "|---|---:|"]
-    for name in ("all sent", "no_sync for 3", "nothing sent"):
-        rows.append(f"| {name} | {passes(found, f'4 micro-batches, {name}')} |")
-    return rows
+    return micro_batches(found, digits=0)
+
+
+@table(result("buckets_gpu"))
+def no_sync_gpu(found) -> list[str]:
+    return micro_batches(found, digits=1)
 
 
 @table(result("zero1_2"), result("zero1_4"))
@@ -311,6 +333,25 @@ def zero1(two, four) -> list[str]:
             cells = [f"{n / GIB:.2f}" for n in (*most.values(), sum(most.values()))]
             ms = spread(found[name]["step_ms"], 0)
             rows.append(f"| {name} | {found['world_size']} | {' | '.join(cells)} | {ms} |")
+    return rows
+
+
+@table(result("zero1_gpu"))
+def zero1_gpu(found) -> list[str]:
+    """Return the rank that holds most and the one that holds least; equal ones in one row."""
+    rows = [
+        "| optimizer | rank that holds | weights | gradients | moments | sum | step, ms |",
+        "|---|---|---:|---:|---:|---:|---:|",
+    ]
+    for name in ("AdamW", "AdamW with ZeRO-1"):
+        ranks = sorted(found[name]["bytes_by_rank"], key=lambda held: sum(held.values()))
+        ends = {"least": ranks[0], "most": ranks[-1]}
+        if ranks[0] == ranks[-1]:
+            ends = {"each": ranks[0]}
+        for which, held in ends.items():
+            cells = [f"{n / GIB:.2f}" for n in (*held.values(), sum(held.values()))]
+            ms = "" if which == "least" else spread(found[name]["step_ms"])
+            rows.append(f"| {name} | {which} | {' | '.join(cells)} | {ms} |")
     return rows
 
 

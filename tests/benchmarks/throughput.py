@@ -48,47 +48,70 @@ SETS = {
 }
 
 
-def train(configuration: dict, steps: int, folder: Path) -> tuple[str, list[dict]]:
-    """Run a chapter and return the command and its metrics."""
-    devices = configuration["devices"]
-    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(devices)]
+def command_of(configuration: dict, steps: int) -> list[str]:
+    """Return a chapter's command, without the interpreter and the run's folder."""
+    launcher = ["-m", "torch.distributed.run", "--standalone"]
+    launcher += ["--nproc-per-node", str(configuration["devices"])]
     if configuration["chapter"].startswith("01"):
         launcher = []
     never = str(10**9)
-    command = [
+    return [
         *(*launcher, f"{configuration['chapter']}/train_llm.py"),
         *shlex.split(configuration["args"]),
         *("--max-steps", str(steps), "--eval-freq", never, "--ckpt-freq", never),
     ]
-    threads = max(1, os.cpu_count() // devices)
+
+
+def train(group: list[dict], steps: int, folder: Path) -> list[list[dict]]:
+    """Run configurations side by side, each on devices of its own, and return their metrics."""
+    processes, first = [], 0
+    names = [row["label"].replace(" ", "-") for row in group]
+    in_use = sum(row["devices"] for row in group)
+    threads = max(1, os.cpu_count() // in_use)
     environment = {**os.environ, "WANDB_MODE": "disabled", "OMP_NUM_THREADS": str(threads)}
-    subprocess.run(
-        [sys.executable, *command, "--save-dir", str(folder), "-e", "run"],
-        cwd=REPOSITORY,
-        env=environment,
-        check=True,
-    )
-    lines = (folder / "run/metrics.jsonl").read_text().splitlines()
-    return shlex.join(["python", *command]), [json.loads(line) for line in lines]
+    for name, row in zip(names, group, strict=True):
+        gpus = range(first, first + row["devices"])
+        first += row["devices"]
+        processes.append(
+            subprocess.Popen(
+                [sys.executable, *command_of(row, steps), "--save-dir", folder, "-e", name],
+                cwd=REPOSITORY,
+                env={**environment, "CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))},
+            )
+        )
+    statuses = [process.wait() for process in processes]
+    if any(statuses):
+        raise SystemExit("a run failed")
+    files = [folder / name / "metrics.jsonl" for name in names]
+    return [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
 
 
-def measure(configurations: list[dict], steps: int, warm_up: int, runs: int) -> list[dict]:
-    """Return for each configuration the values of each run (a median over its log lines)."""
-    rows = [{**configuration, "runs": []} for configuration in configurations]
-    for _ in range(runs):
-        for row in rows:
-            with tempfile.TemporaryDirectory() as folder:
-                row["command"], metrics = train(row, steps, Path(folder))
-            counted = [line for line in metrics if line["step"] > warm_up and "loss" in line]
-            keys = [key for key, value in counted[0].items() if isinstance(value, float)]
-            values = {key: statistics.median(line[key] for line in counted) for key in keys}
-            row["runs"].append({**values, "loss": counted[-1]["loss"]})
-    for row in rows:
-        row["median"] = {
-            key: round(statistics.median(run[key] for run in row["runs"]), 6)
-            for key in row["runs"][0]
-        }
-    return rows
+def share(rows: list[dict], devices: int) -> list[list[dict]]:
+    """Return the rows in groups that have room on so many devices, the largest first."""
+    groups: list[list[dict]] = []
+    for row in sorted(rows, key=lambda row: -row["devices"]):
+        for group in groups:
+            if sum(each["devices"] for each in group) + row["devices"] <= devices:
+                group.append(row)
+                break
+        else:
+            groups.append([row])
+    return groups
+
+
+def measure(groups: list[list[dict]], steps: int, warm_up: int) -> None:
+    """Run each group once and add to each row the values of its run (medians of log lines)."""
+    for group in groups:
+        with tempfile.TemporaryDirectory() as folder:
+            for row, metrics in zip(group, train(group, steps, Path(folder)), strict=True):
+                counted = [line for line in metrics if line["step"] > warm_up and "loss" in line]
+                keys = [key for key, value in counted[0].items() if isinstance(value, float)]
+                values = {key: statistics.median(line[key] for line in counted) for key in keys}
+                row["runs"].append({**values, "loss": counted[-1]["loss"]})
+                row["median"] = {
+                    key: round(statistics.median(run[key] for run in row["runs"]), 6)
+                    for key in row["runs"][0]
+                }
 
 
 def main() -> None:
@@ -96,14 +119,31 @@ def main() -> None:
     parser.add_argument("set", choices=SETS, help="which configurations")
     parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
     parser.add_argument("--runs", type=int, default=3, help="runs of each, in turn")
+    parser.add_argument(
+        "--side-by-side",
+        action="store_true",
+        help="what has room on the GPUs at the same time runs at the same time",
+    )
     args = parser.parse_args()
     configurations, steps, warm_up = SETS[args.set]
     devices = torch.cuda.device_count() or os.cpu_count()
-    possible = [each for each in configurations if each["devices"] <= devices]
-    rows = measure(possible, steps, warm_up, args.runs)
+    rows = [
+        {**each, "runs": [], "command": shlex.join(["python", *command_of(each, steps)])}
+        for each in configurations
+        if each["devices"] <= devices
+    ]
+    groups = share(rows, devices) if args.side_by_side else [[row] for row in rows]
+    results = {
+        "steps": steps,
+        "warm_up_steps": warm_up,
+        "side_by_side": [[row["label"] for row in group] for group in groups],
+        "rows": rows,
+    }
+    for _ in range(args.runs):
+        measure(groups, steps, warm_up)
+        write_result(args.output, results)  # in every round: a later one may not end
     for row in rows:
         print(f"{row['label']:24s} {row['median']['tokens_per_s']:12,.0f} tokens/s")
-    write_result(args.output, {"steps": steps, "warm_up_steps": warm_up, "rows": rows})
 
 
 if __name__ == "__main__":
