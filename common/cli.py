@@ -22,7 +22,8 @@ HEAD_START_S = 5.0
 LOGGED_ENVIRONMENT = re.compile(
     r"(CUDA_VISIBLE_DEVICES|HF_HOME|HF_HUB_OFFLINE|OMP_NUM_THREADS|PYTORCH_(CUDA_)?ALLOC_CONF"
     r"|MASTER_(ADDR|PORT)|(LOCAL_|GROUP_)?RANK|(LOCAL_)?WORLD_SIZE|SLURM_(JOB_ID|NNODES|PROCID)"
-    r"|SLURM_RESTART_COUNT|NCCL_(DEBUG|IB_DISABLE|P2P_DISABLE|SOCKET_IFNAME)"
+    r"|SLURM_RESTART_COUNT|SLURMD_NODENAME|GROUP_WORLD_SIZE|TORCHELASTIC_(RESTART_COUNT|MAX_RESTARTS)"
+    r"|TORCH_DISABLE_SHARE_RDZV_TCP_STORE|GLOO_SOCKET_IFNAME|NCCL_(DEBUG|IB_DISABLE|P2P_DISABLE|SOCKET_IFNAME)"
     r"|TORCH_DISTRIBUTED_DEBUG|WANDB_MODE)"
 )
 
@@ -144,9 +145,12 @@ def show_metrics(logger: logging.Logger, bar: tqdm.tqdm, metrics: dict[str, floa
         "eval_loss": "eval loss {:.4f}",
         "perplexity": "perplexity {:.2f}",
         "bits_per_byte": "{:.3f} bits/byte",
+        "time/wait_max": "waited up to {:.1f} ms for",
     }
     shown = {
         key: f.format(metrics[key]) for key, f in formats.items() if metrics.get(key) is not None
     }
+    if "time/wait_max" in shown:
+        shown["time/wait_max"] += f" rank {metrics['slowest_rank']} on {metrics['slowest_host']}"
     logger.info(" | ".join([f"step {metrics['step']}/{bar.total}", *shown.values()]))
     bar.set_postfix_str(", ".join(shown[key] for key in ("loss", "tokens_per_s") if key in shown))

@@ -7,6 +7,7 @@ import logging
 import shutil
 import time
 from collections.abc import Iterator
+from contextlib import ExitStack
 from itertools import islice
 from pathlib import Path
 from typing import NamedTuple
@@ -157,11 +158,13 @@ def load_blocks(
     key = repr((CACHE_VERSION, source.fingerprint, encoding, seq_length))
     cache = Path(constants.HF_HOME) / "packed-blocks"
     folder = cache / hashlib.sha256(key.encode()).hexdigest()[:32]
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise InputError(CANNOT_CACHE.format(cache, error.strerror)) from error
-    with FileLock(f"{folder}.lock"):
+    with ExitStack() as held:
+        try:
+            cache.mkdir(parents=True, exist_ok=True)
+            held.enter_context(FileLock(f"{folder}.lock"))
+        except (OSError, NotImplementedError) as error:  # some file systems of clusters cannot lock
+            reason = getattr(error, "strerror", None) or error
+            raise InputError(CANNOT_CACHE.format(cache, reason)) from error
         if not folder.exists():
             start = time.perf_counter()
             unfinished = folder.with_suffix(".unfinished")

@@ -2,10 +2,12 @@
 
 import argparse
 import atexit
+import ctypes
 import errno
 import os
 import re
 import shlex
+import signal
 import sys
 import time
 import traceback
@@ -16,11 +18,14 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from common.cli import ArgumentParser, InputError, wait_for_rank_0
+from common.cli import InputError, wait_for_rank_0
 
 # What torchrun tells each process that it starts.
 PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 ALONE = {**dict.fromkeys(PLACE, "0"), "WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}
+# What a run ends with that was told to stop and wants to go on: EX_TEMPFAIL of sysexits.h.
+REQUEUE_STATUS = 75
+PR_SET_PDEATHSIG = 1  # https://man7.org/linux/man-pages/man2/PR_SET_PDEATHSIG.2const.html
 
 # Set when the run has a name, for a run that is interrupted.
 _how_to_go_on = "nothing was started."
@@ -29,18 +34,24 @@ _how_to_go_on = "nothing was started."
 def complete_environment() -> None:
     """Set torchrun's variables for a process that was started without it: a world of one.
 
+    Under torchrun, on Linux, the process from now on ends with the torchrun that started it.
     Raises InputError where only some of them are set, where they make no sense, or where there are
     more processes on this machine than GPUs (but a machine without any has room for all).
     """
-    missing = [name for name in PLACE if name not in os.environ]
-    if len(missing) == len(PLACE):
+    if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
+        # Killed itself, torchrun leaves its workers behind: they would hold GPUs and the run.
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.environ.get("WORLD_SIZE") == "1":  # nobody to meet: srun and mpirun give no address
+        os.environ |= {name: os.environ.get(name, ALONE[name]) for name in PLACE}
+    present = [name for name in PLACE if name in os.environ]
+    if not present:
         os.environ |= ALONE
         return
-    present = [name for name in PLACE if name in os.environ]
-    if missing:
+    if missing := [name for name in PLACE if name not in os.environ]:
         raise InputError(
             f"{', '.join(present)} is set but {', '.join(missing)} is not: start this with "
-            f"torchrun, or unset {' '.join(present)} to train in one process."
+            f"torchrun, or set what is missing, or unset {' '.join(present)} to train in one "
+            "process."
         )
     numbers = {name: os.environ[name] for name in PLACE if name != "MASTER_ADDR"}
     for name, text in numbers.items():
@@ -116,6 +127,19 @@ def _end(status: int) -> NoReturn:
     os._exit(status)
 
 
+def ask_for_requeue(run_dir: Path, step: int) -> int:
+    """Leave the file `requeue` in the run's folder and return the exit status that says the same.
+
+    step: after which the run was saved. The status is 75, and under torchrun 0: at any other
+    torchrun would start the processes again by itself, while the node is about to go.
+    """
+    if os.environ["RANK"] == "0":
+        (run_dir / "requeue").touch()
+        sentence = f"Told to stop; saved after step {step}; {_how_to_go_on}"
+        print(sentence, file=sys.stderr, flush=True)
+    return 0 if "TORCHELASTIC_RUN_ID" in os.environ else REQUEUE_STATUS
+
+
 def experiment_name(args: argparse.Namespace) -> str:
     """Return args.experiment_name, or where there is none a new one: model, data set, time.
 
@@ -141,7 +165,8 @@ def how_to_go_on(experiment_name: str) -> str:
     """Return the sentence that says with which command the run goes on, as one can type it.
 
     LAUNCH_COMMAND: set by a launch file, the words that started it; the script's arguments are then
-    `-e NAME` and those that the launch file was given.
+    `-e NAME` and those that the launch file was given. What was started on several nodes without
+    one, or by srun or mpirun, has a command line of which this process sees a part only.
     """
     global _how_to_go_on
     launch_file = shlex.split(os.environ.get("LAUNCH_COMMAND", ""))
@@ -149,14 +174,16 @@ def how_to_go_on(experiment_name: str) -> str:
     if not {"-e", "--experiment-name"} & {word.split("=")[0] for word in arguments}:
         arguments += ["-e", experiment_name]
     python = Path(sys.executable)
-    here = python.is_relative_to(Path.cwd())
-    command = [str(python.relative_to(Path.cwd()) if here else python)]
+    below = python.is_relative_to(Path.cwd())
+    command = [str(python.relative_to(Path.cwd()) if below else python)]
+    here = os.environ.get("LOCAL_WORLD_SIZE", "1")  # torchrun's number of processes on this node
     if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun is this module
-        command += ["-m", "torch.distributed.run", "--standalone"]
-        command += ["--nproc-per-node", os.environ["LOCAL_WORLD_SIZE"]]
+        command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", here]
     command.append(sys.argv[0])
-    words = (launch_file or command) + arguments
-    _how_to_go_on = f"to go on with it after a stop: {shlex.join(words)}"
+    how = shlex.join((launch_file or command) + arguments)
+    if not launch_file and os.environ.get("WORLD_SIZE", here) != here:
+        how = f"start it once more as you did, with -e {experiment_name}"
+    _how_to_go_on = f"to go on with it after a stop: {how}"
     return _how_to_go_on
 
 
@@ -168,26 +195,3 @@ def describe_end(run_dir: Path, metrics: dict[str, float], prompt: str, text: st
         f"{metrics['bits_per_byte']:.3f} bits per byte\n"
         f"the run's folder: {run_dir}\n{_how_to_go_on}"
     )
-
-
-def plan(words: list[str]) -> tuple[str, str, int, int]:
-    """Return (name, folder of the runs, processes, threads of each) for a launch file.
-
-    words: the arguments of the script, which knows all of them. The number of processes is
-    NPROC_PER_NODE, or the number of GPUs, or 2. Raises InputError where it is no number.
-    """
-    parser = ArgumentParser(description="", add_help=False)
-    parser.add_argument("-e", "--experiment-name")
-    parser.add_argument("--save-dir", default="outputs")
-    parser.add_argument("-m", "--model-name", default="gpt2-tiny")
-    parser.add_argument("-d", "--dataset-name", default="python-stdlib")
-    args, _ = parser.parse_known_args(words)
-    processes = os.environ.get("NPROC_PER_NODE") or str(torch.cuda.device_count() or 2)
-    if not processes.isdecimal() or int(processes) == 0:
-        raise InputError(f"NPROC_PER_NODE is {processes!r}, which is no number of processes.")
-    threads = max(1, (os.cpu_count() or 1) // int(processes))
-    return experiment_name(args), args.save_dir, int(processes), threads
-
-
-if __name__ == "__main__":
-    run(lambda: print(*plan(sys.argv[1:]), sep="\n"))

@@ -5,6 +5,7 @@ import json
 import os
 import re
 import shutil
+import socket
 from pathlib import Path
 
 import torch.distributed as dist
@@ -61,9 +62,18 @@ def describe_training(
 def find_checkpoint(run_dir: Path, training: dict[str, object]) -> Path | None:
     """Return the folder of the newest complete checkpoint of a run, or None for a new run.
 
-    Raises InputError if the run was started with another `training`, or its checkpoint is
-    damaged. Nothing is loaded yet.
+    Raises InputError if the ranks do not agree on the `training`, if the run was started with
+    another one, or if its checkpoint is damaged. Nothing is loaded yet. All ranks must call this.
     """
+    rank, world_size = rank_and_world_size()
+    everyone = gather({rank: (training, socket.gethostname())})
+    for other, (theirs, host) in everyone.items():
+        for name, value in everyone[0][0].items() if world_size > 1 else ():
+            if theirs[name] != value:
+                raise InputError(
+                    f"Rank {other} on {host} has {name} {theirs[name]}, rank 0 on {everyone[0][1]} "
+                    f"has {value}: give all nodes the same arguments, data and Python."
+                )
     record_file = run_dir / "state.json"
     if not record_file.exists():
         # One folder can be left by a kill before the first record; more were once recorded.
@@ -93,7 +103,6 @@ def find_checkpoint(run_dir: Path, training: dict[str, object]) -> Path | None:
         raise InputError(f"The checkpoints of {run_dir} are gone: start anew with another -e.")
     record = present[-1]
     path = run_dir / record["path"]
-    rank, world_size = rank_and_world_size()
     mine = sorted(record["files"])[rank::world_size]  # each rank reads its share of the bytes
     damaged = gather({n: 1 for n in mine if measure_file(path / n) != record["files"][n]})
     for name in damaged:

@@ -2,6 +2,7 @@
 
 import re
 import resource
+import socket
 import sys
 import time
 from collections.abc import Iterator
@@ -10,6 +11,8 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 from transformers import PretrainedConfig
+
+from common.record import gather, rank_and_world_size
 
 # Dense bf16 rates in FLOP/s, without sparsity. Sources: the vendors' data sheets, by product page:
 # https://www.nvidia.com/en-us/data-center/h200/ (H100, H200), /a100/, /l40s/, /l4/, /dgx-b200/ and
@@ -100,6 +103,25 @@ class PhaseTimers:
         if self.device.type == "cuda":
             torch.cuda.synchronize(self.device)
         return time.perf_counter()
+
+
+def find_slowest(wait_ms: float) -> dict[str, float | str]:
+    """Return the longest wait of a rank, and the rank that all waited for; all ranks must call it.
+
+    wait_ms: how long this rank waits for the others, in ms per step. Who waits least comes last.
+    "time/wait_max": ms per step. "slowest_rank", "slowest_host": its number and its machine. Empty
+    where there are no others.
+    """
+    rank, world_size = rank_and_world_size()
+    if world_size == 1:
+        return {}
+    waits = gather({rank: (wait_ms, socket.gethostname())})
+    slowest = min(waits, key=waits.get)
+    return {
+        "time/wait_max": max(ms for ms, _ in waits.values()),
+        "slowest_rank": slowest,
+        "slowest_host": waits[slowest][1],
+    }
 
 
 def flops_per_token(model: nn.Module, config: PretrainedConfig, seq_length: int) -> float:

@@ -5,15 +5,20 @@ import logging
 import math
 import os
 import re
+import socket
+import time
+import uuid
 from pathlib import Path
 
 from filelock import FileLock, Timeout
 
 from common.cli import InputError
+from common.record import gather, rank_and_world_size
 
 logger = logging.getLogger(__name__)
 
 PROJECT = "one-diff-at-a-time"
+SEEN_WITHIN_S = 10.0  # network file systems show a new file to other nodes after some seconds
 _locks: dict[Path, FileLock] = {}
 
 
@@ -21,7 +26,8 @@ def make_run_dir(save_dir: str, experiment_name: str, rank: int) -> Path:
     """Return <save_dir>/<experiment_name>, which now exists, can be written and is this run's.
 
     Rank 0 holds a lock on it until its process ends. Raises InputError for a name that is no
-    folder's, a folder that cannot be written, or one in which another process is training.
+    folder's, a folder that cannot be written, one in which another process is training, or one that
+    is another folder on another node. All ranks must call this.
     """
     if not re.fullmatch(r"[\w.-]+", experiment_name) or not experiment_name.strip("."):
         raise InputError(
@@ -33,6 +39,7 @@ def make_run_dir(save_dir: str, experiment_name: str, rank: int) -> Path:
         run_dir.mkdir(parents=True, exist_ok=True)
         if rank == 0:
             _locks.setdefault(run_dir, FileLock(run_dir / ".lock")).acquire(timeout=0)
+            (run_dir / "requeue").unlink(missing_ok=True)  # from the start before this one
     except Timeout as error:
         raise InputError(
             f"Another process is training in {run_dir}: wait for it, or give another -e."
@@ -41,50 +48,93 @@ def make_run_dir(save_dir: str, experiment_name: str, rank: int) -> Path:
         raise InputError(
             f"Cannot write to {run_dir} ({error.strerror}): give another --save-dir."
         ) from error
+    _check_that_all_see_it(run_dir)
     return run_dir
+
+
+def _check_that_all_see_it(run_dir: Path) -> None:
+    """Raise InputError if this is not one folder for all ranks: a checkpoint would be in pieces."""
+    rank, world_size = rank_and_world_size()
+    if world_size == 1:
+        return
+    mark = run_dir / f".seen-{gather({0: uuid.uuid4().hex} if rank == 0 else {})[0]}"
+    if rank == 0:
+        mark.touch()
+    gather({})  # from here on it is there
+    deadline = time.monotonic() + SEEN_WITHIN_S
+    while not (seen := mark.exists()) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    blind = gather({} if seen else {rank: socket.gethostname()})
+    if rank == 0:
+        mark.unlink()
+    if blind:
+        rank, host = next(iter(blind.items()))
+        raise InputError(
+            f"Rank {rank} on {host} does not see {run_dir.absolute()} of rank 0: give a --save-dir "
+            "on a file system that all nodes share."
+        )
 
 
 class Tracker:
     """Writes metrics.jsonl and tells wandb, on rank 0; on other ranks every call does nothing.
 
+    With `node`, the rank has a wandb run of its own: see below.
+
     run_dir: the run's folder. Its name is the name and the id of the wandb run.
     config: what wandb shall store beside the metrics (arguments, sizes).
     step: the step that the run begins after. Lines of later steps, which a run that was killed
         may have left, are removed: those steps are trained again.
+    node: the name of the machine that this rank speaks for, or None. wandb measures the machine
+        that it runs on; the runs of all nodes are a group with the name of the run's folder, and
+        rank 0's is the same as without `node`.
     """
 
-    def __init__(self, run_dir: Path, config: dict, step: int, rank: int = 0) -> None:
-        self.active = rank == 0
-        self._wandb = None
-        if not self.active:
-            return
-        path = run_dir / "metrics.jsonl"
-        _keep_steps(path, step)
-        self._file = path.open("a", encoding="utf-8")
-        if os.environ.get("WANDB_MODE") != "disabled":
-            self._wandb = _start_wandb(run_dir, config)
+    def __init__(
+        self, run_dir: Path, config: dict, step: int, rank: int = 0, node: str | None = None
+    ) -> None:
+        self._file = self._wandb = None
+        if rank == 0:
+            path = run_dir / "metrics.jsonl"
+            _keep_steps(path, step)
+            self._file = path.open("a", encoding="utf-8")
+        if (rank == 0 or node) and os.environ.get("WANDB_MODE") != "disabled":
+            name = run_dir.name if rank == 0 else f"{run_dir.name}-{node}"
+            self._wandb = _start_wandb(run_dir, config, name, run_dir.name if node else None)
 
-    def log(self, metrics: dict[str, float | None]) -> None:
+    def log(self, metrics: dict[str, float | str | None]) -> None:
         """Add the metrics of a step, "step" among them; a kill of the process loses no line.
 
         What is not finite, as in a run that diverged, becomes null: JSON has no other way.
         """
-        if not self.active:
-            return
-        metrics = {k: v if v is not None and math.isfinite(v) else None for k, v in metrics.items()}
-        self._file.write(json.dumps(metrics) + "\n")
-        self._file.flush()
-        if self._wandb is not None:
-            known = {key: value for key, value in metrics.items() if value is not None}
-            self._wandb.log(known, step=metrics["step"])
+        metrics = {
+            key: value
+            if isinstance(value, str) or (value is not None and math.isfinite(value))
+            else None
+            for key, value in metrics.items()
+        }
+        if self._file is not None:
+            self._file.write(json.dumps(metrics) + "\n")
+            self._file.flush()
+        known = {key: value for key, value in metrics.items() if value is not None}
+        self._tell_wandb("log", known, step=metrics["step"])
 
     def finish(self) -> None:
         """Close the file and end the wandb run; a run that is killed loses neither."""
-        if not self.active:
-            return
-        self._file.close()
-        if self._wandb is not None:
-            self._wandb.finish()
+        if self._file is not None:
+            self._file.close()
+        self._tell_wandb("finish")
+
+    def _tell_wandb(self, method: str, *args: object, **options: object) -> None:
+        """Call a method of the wandb run, and do without it from the moment that its process ends.
+
+        It is a process of its own, which SIGTERM ends; a run that was told to stop must still save.
+        """
+        try:
+            if self._wandb is not None:
+                getattr(self._wandb, method)(*args, **options)
+        except ConnectionError as error:
+            logger.warning(f"wandb's own process has ended ({error}): only metrics.jsonl goes on")
+            self._wandb = None
 
 
 def _keep_steps(path: Path, last: int) -> None:
@@ -101,7 +151,7 @@ def _keep_steps(path: Path, last: int) -> None:
     temporary.replace(path)
 
 
-def _start_wandb(run_dir: Path, config: dict):
+def _start_wandb(run_dir: Path, config: dict, name: str, group: str | None):
     # Offline means offline: left alone, wandb sends its own telemetry in that mode too.
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")
     import wandb
@@ -112,8 +162,9 @@ def _start_wandb(run_dir: Path, config: dict):
     options = {
         "project": PROJECT,
         "dir": run_dir,
-        "name": run_dir.name,
-        "id": run_dir.name,
+        "name": name,
+        "id": name,
+        "group": group,
         "resume": "allow",  # a run of this id if there is one, offline or online
         "config": config,
         "save_code": True,

@@ -11,6 +11,7 @@ os.environ["WANDB_MODE"] = "disabled"
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import json  # noqa: E402
+import signal  # noqa: E402
 import subprocess  # noqa: E402
 import sys  # noqa: E402
 from pathlib import Path  # noqa: E402
@@ -68,4 +69,7 @@ def train(tmp_path, monkeypatch):
         load_script(ROOT / chapter / "train_llm.py").main()
         return read_metrics(tmp_path / name)
 
-    return run
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    yield run
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
