@@ -1,8 +1,16 @@
 """What only a GPU can show. Each test says so in the skip line where there is none."""
 
+import os
+import signal
+import socket
+import subprocess
+import time
+
 import pytest
 import torch
-from conftest import CHAPTERS, read_metrics, run_script
+from conftest import CHAPTERS, ROOT, read_metrics, run_script
+from test_parity import plant
+from test_resume_ranks import children
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 from common.launch import ALONE
@@ -152,3 +160,81 @@ def test_resumes_on_gpus_from_the_cpu_s_checkpoint_and_back(tmp_path):
     assert [line["loss"] for line in read_metrics(tmp_path / "moved")] == pytest.approx(
         [line["loss"] for line in straight], rel=1e-3
     )
+
+
+def start_launch_file(tmp_path, name: str, *args: object, **env: object) -> subprocess.Popen:
+    """Start chapter 3's launch file; its processes have 20 steps to do."""
+    command = ["bash", "03-multi-node/launch_torchrun.sh", "--save-dir", tmp_path, "-e", name]
+    command += ["--max-steps", 20, "--log-freq", 1, "--eval-freq", 10, *args]
+    return subprocess.Popen(
+        [str(word) for word in command],
+        cwd=ROOT,
+        env={**os.environ, **{key: str(value) for key, value in env.items()}},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+
+
+def ends_well(process: subprocess.Popen) -> str:
+    _, said = process.communicate(timeout=200)
+    assert process.returncode == 0, said
+    return said
+
+
+@pytest.mark.multi_gpu
+def test_two_launchers_of_half_the_gpus_are_one_of_all(tmp_path):
+    """Two nodes, as far as torchrun and the script can see; and both are chapter 1's training."""
+    half = torch.cuda.device_count() // 2
+    ends_well(start_launch_file(tmp_path, "one", NPROC_PER_NODE=2 * half))
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        head = f"localhost:{free.getsockname()[1]}"
+    halves = [",".join(map(str, range(first, first + half))) for first in (0, half)]
+    nodes = [
+        start_launch_file(
+            tmp_path, "two", NNODES=2, HEAD=head, NPROC_PER_NODE=half, CUDA_VISIBLE_DEVICES=gpus
+        )
+        for gpus in halves
+    ]
+    said = "".join(map(ends_well, nodes))
+    assert f" x {2 * half} devices x " in said and f"on {socket.gethostname()}" in said
+    alone = losses_of(tmp_path, "alone", SCRIPT)
+    one, two = (read_metrics(tmp_path / name) for name in ("one", "two"))
+    for key, rel in (("loss", 1e-5), ("eval_loss", 1e-5), ("grad_norm", 1e-3)):
+        values = [[line[key] for line in run if key in line] for run in (one, two)]
+        assert values[0] == pytest.approx(values[1], rel=rel)
+    assert [line["loss"] for line in two] == pytest.approx(
+        [line["loss"] for line in alone], rel=1e-3
+    )
+
+
+@pytest.mark.multi_gpu
+def test_a_signal_to_one_rank_stops_all_gpus(tmp_path):
+    ends_well(start_launch_file(tmp_path, "straight", NPROC_PER_NODE=2))
+    process = start_launch_file(tmp_path, "stopped", NPROC_PER_NODE=2)
+    metrics = tmp_path / "stopped/metrics.jsonl"
+    deadline = time.monotonic() + 100
+    while not metrics.exists() or len(metrics.read_text().splitlines()) < 3:
+        assert time.monotonic() < deadline and process.poll() is None
+        time.sleep(0.01)
+    os.kill(children(process.pid)[1], signal.SIGUSR1)
+    assert "Told to stop; saved after step" in ends_well(process)
+    assert (tmp_path / "stopped/requeue").exists()
+    assert len(read_metrics(tmp_path / "stopped")) < 20
+    ends_well(start_launch_file(tmp_path, "stopped", NPROC_PER_NODE=2))
+    straight, stopped = (read_metrics(tmp_path / name) for name in ("straight", "stopped"))
+    assert [line["step"] for line in stopped] == list(range(1, 21))
+    assert [line["loss"] for line in stopped] == pytest.approx(
+        [line["loss"] for line in straight], rel=1e-5
+    )
+
+
+@pytest.mark.multi_gpu
+def test_the_wait_for_a_slow_rank_is_seen_on_gpus(tmp_path):
+    """Rank 1's host is 50 ms late in every step; rank 0's GPU stands still, and its timer sees it."""
+    where = 'with timers("forward"), sync():\n'
+    late = f"{where}                __import__('time').sleep(0.05 * (rank == 1))\n"
+    script = plant("03-multi-node", tmp_path / "chapter", [(where, late)]) / "train_llm.py"
+    metrics = losses_of(tmp_path, "slow", *TORCHRUN, 2, script)
+    assert {line["slowest_rank"] for line in metrics[2:]} == {1}
+    assert all(40 < line["time/wait_max"] < 100 for line in metrics[2:])
