@@ -22,7 +22,7 @@ lint: .venv/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/codespell
-	$(BIN)/shellcheck .ci/run [0-9]*/*.sh
+	$(BIN)/shellcheck .ci/run [0-9]*/*.sh [0-9]*/*.sbatch
 
 format: .venv/.test
 	$(BIN)/ruff check --fix .

@@ -10,6 +10,7 @@
 #              or 2 without GPUs
 # MASTER_PORT  a free port on the first of them
 # SSH          the command that reaches a host, if not ssh
+# FORWARD      names of more variables that the hosts shall have, separated by spaces
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
@@ -41,9 +42,10 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$THREADS}"
 export LAUNCH_COMMAND="HOSTS=$HOSTS bash 03-multi-node/launch_mpirun.sh"
 
 # mpirun hands on only the variables that are named.
-FORWARD=()
-for VARIABLE in $(compgen -e | grep -E '^(MASTER_|OMP_|HF_|WANDB_|NCCL_|GLOO_|TORCH|CUDA_|LAUNCH_)'); do
-    FORWARD+=(-x "$VARIABLE")
+NAMES="PYTHONPATH|(MASTER|OMP|HF|WANDB|NCCL|GLOO|TORCH|CUDA|LAUNCH)_.*${FORWARD:+|${FORWARD// /|}}"
+VARIABLES=()
+for VARIABLE in $(compgen -e | grep -xE "$NAMES"); do
+    VARIABLES+=(-x "$VARIABLE")
 done
 # --bind-to none: else all threads of a process share one core. --output-filename keeps what each rank
 # prints. A process that ends with another status than 0 ends all.
@@ -53,5 +55,5 @@ exec mpirun \
     --bind-to none \
     --mca plm_rsh_agent "${SSH:-ssh}" \
     --output-filename "$(realpath -m "$SAVE_DIR/$NAME/logs")" \
-    "${FORWARD[@]}" \
+    "${VARIABLES[@]}" \
     "$PYTHON" 03-multi-node/train_llm.py -e "$NAME" "$@"

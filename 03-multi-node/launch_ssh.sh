@@ -9,6 +9,7 @@
 # HOSTS_FILE  a host on each line, # for comments; the first one is the head of the rendezvous
 # PORT        a free port on the first host
 # SSH         the command that reaches a host, if not ssh
+# FORWARD     names of more variables that the hosts shall have, separated by spaces
 #
 # start takes the variables of launch_torchrun.sh too (NPROC_PER_NODE, MAX_RESTARTS, ...). stop lets
 # the run save and end; the same `start` goes on with it.
@@ -28,10 +29,12 @@ mapfile -t HOSTS < <(sed 's/#.*//; s/[[:space:]]//g; /^$/d' "$2")
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 shift 2
 
-PYTHON=python
+# By its path: the hosts' shells need not know the environment that is active here.
+PYTHON=$(command -v python || true)
 if [[ -z "${VIRTUAL_ENV:-}" && -x .venv/bin/python ]]; then
-    PYTHON=.venv/bin/python
+    PYTHON=$PWD/.venv/bin/python
 fi
+export PYTHON
 export NNODES=${NNODES:-${#HOSTS[@]}} HEAD=${HEAD:-${HOSTS[0]}:${PORT:-29400}}
 PLAN=$("$PYTHON" -m common.plan "$@")
 { read -r NAME && read -r SAVE_DIR; } <<<"$PLAN"
@@ -47,17 +50,17 @@ on() {
 case "$VERB" in
 start)
     # ssh hands on no variables: these go along in the command.
-    FORWARD=()
-    NAMES="(NNODES|HEAD|NPROC_PER_NODE|MAX_RESTARTS|LAST_CALL|VIRTUAL_ENV|PATH"
-    NAMES+="|(OMP|HF|WANDB|NCCL|GLOO|TORCH|CUDA|LAUNCH)_.*)"
+    NAMES="NNODES|HEAD|NPROC_PER_NODE|MAX_RESTARTS|LAST_CALL|PYTHON|PYTHONPATH"
+    NAMES+="|(OMP|HF|WANDB|NCCL|GLOO|TORCH|CUDA|LAUNCH)_.*${FORWARD:+|${FORWARD// /|}}"
+    VARIABLES=()
     for VARIABLE in $(compgen -e | grep -xE "$NAMES"); do
-        FORWARD+=("$VARIABLE=${!VARIABLE}")
+        VARIABLES+=("$VARIABLE=${!VARIABLE}")
     done
     for HOST in "${HOSTS[@]}"; do
         # A session of its own, so that it stays when ssh goes; its number is torchrun's.
         on "$HOST" mkdir -p "$LOGS"
         # shellcheck disable=SC2016
-        on "$HOST" env "${FORWARD[@]}" bash -c '
+        on "$HOST" env "${VARIABLES[@]}" bash -c '
             LOG=$1; shift
             setsid nohup bash 03-multi-node/launch_torchrun.sh "$@" >>"$LOG.log" 2>&1 </dev/null &
             echo $! >"$LOG.pid"' start "$LOGS/$HOST" -e "$NAME" "$@"
@@ -67,7 +70,10 @@ start)
 tail)
     trap 'kill $(jobs -p) 2>/dev/null' EXIT
     for HOST in "${HOSTS[@]}"; do
-        on "$HOST" tail -n 20 -F "$LOGS/$HOST.log" | sed -u "s/^/$HOST: /" &
+        # Not through `on`: the job has to be ssh itself, to be ended with this.
+        # shellcheck disable=SC2029,SC2086
+        ${SSH:-ssh} "$HOST" "tail -n 20 -F $(printf %q "$LOGS/$HOST.log")" \
+            > >(sed -u "s/^/$HOST: /") &
     done
     wait
     ;;
@@ -77,7 +83,7 @@ stop)
         # shellcheck disable=SC2016
         on "$HOST" bash -c '
             if PID=$(cat "$1.pid" 2>/dev/null) &&
-                tr "\0" " " <"/proc/$PID/cmdline" 2>/dev/null | grep -qF -- "--rdzv-id $2 "; then
+                tr "\0" " " 2>/dev/null <"/proc/$PID/cmdline" | grep -qF -- "--rdzv-id $2 "; then
                 kill -TERM "$PID" && echo "told to stop"
             else
                 echo "nothing of $2 runs here"

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Chapter 3 with plain torchrun: the same line on every node, in any order, within ten minutes of one
-# another. All arguments go to the script. Alone, without variables, it trains on this machine.
+# Chapter 3 with plain torchrun: the same line on every node. HEAD's waits ten minutes for the others;
+# those give up after one if HEAD's is not there. All arguments go to the script. Alone, without
+# variables, it trains on this machine.
 #
 #   bash 03-multi-node/launch_torchrun.sh
 #   NNODES=2 HEAD=node1:29400 bash 03-multi-node/launch_torchrun.sh -e my-run
@@ -11,12 +12,13 @@
 # NPROC_PER_NODE  processes on this node, if not one for each GPU, or 2 without GPUs
 # MAX_RESTARTS    how often all processes are started again after a failure
 # LAST_CALL       with MIN:MAX, seconds that MIN nodes wait for more of them
+# PYTHON          the interpreter, if not the one of the active environment or of .venv
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 # The environment that `make train` sets up, or the one that is active.
-PYTHON=python
-if [[ -z "${VIRTUAL_ENV:-}" && -x .venv/bin/python ]]; then
+PYTHON=${PYTHON:-python}
+if [[ "$PYTHON" == python && -z "${VIRTUAL_ENV:-}" && -x .venv/bin/python ]]; then
     PYTHON=.venv/bin/python
 fi
 

@@ -41,12 +41,10 @@ def complete_environment() -> None:
     if "TORCHELASTIC_RUN_ID" in os.environ and sys.platform == "linux":
         # Killed itself, torchrun leaves its workers behind: they would hold GPUs and the run.
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.environ.get("WORLD_SIZE") == "1":  # nobody to meet: srun and mpirun give no address
-        os.environ |= {name: os.environ.get(name, ALONE[name]) for name in PLACE}
     present = [name for name in PLACE if name in os.environ]
-    if not present:
-        os.environ |= ALONE
-        return
+    # Nobody to meet: srun and mpirun give no address.
+    if not present or os.environ.get("WORLD_SIZE") == "1":
+        os.environ |= {name: os.environ.get(name, ALONE[name]) for name in PLACE}
     if missing := [name for name in PLACE if name not in os.environ]:
         raise InputError(
             f"{', '.join(present)} is set but {', '.join(missing)} is not: start this with "
@@ -125,6 +123,11 @@ def _end(status: int) -> NoReturn:
     atexit._run_exitfuncs()  # wandb's among them
     sys.stdout.flush()
     os._exit(status)
+
+
+def outlive_stop(worker: int) -> None:
+    """Let a process that prepares data ignore SIGTERM, which reaches it too: its rank ends it."""
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
 
 
 def ask_for_requeue(run_dir: Path, step: int) -> int:

@@ -31,7 +31,9 @@ def plan(words: list[str]) -> tuple[str, str, int, int]:
     if not processes.isdecimal() or int(processes) == 0:
         raise InputError(f"NPROC_PER_NODE is {processes!r}, which is no number of processes.")
     nodes = os.environ.get("NNODES") or "1"
-    if not re.fullmatch(r"[1-9]\d*(:[1-9]\d*)?", nodes):
+    least, _, most = nodes.partition(":")
+    known = re.fullmatch(r"[1-9]\d*(:[1-9]\d*)?", nodes)
+    if not known or int(most or least) < int(least):
         raise InputError(f"NNODES is {nodes!r}, which is no number of nodes, and not MIN:MAX.")
     if nodes != "1" and args.experiment_name is None:
         raise InputError("A run on several nodes needs one name for all of them: give one with -e.")

@@ -44,9 +44,10 @@ def make_run_dir(save_dir: str, experiment_name: str, rank: int) -> Path:
         raise InputError(
             f"Another process is training in {run_dir}: wait for it, or give another -e."
         ) from error
-    except OSError as error:
+    except (OSError, NotImplementedError) as error:  # some file systems of clusters cannot lock
+        reason = getattr(error, "strerror", None) or error
         raise InputError(
-            f"Cannot write to {run_dir} ({error.strerror}): give another --save-dir."
+            f"Cannot write to {run_dir} ({reason}): give another --save-dir."
         ) from error
     _check_that_all_see_it(run_dir)
     return run_dir

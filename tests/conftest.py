@@ -14,14 +14,18 @@ import json  # noqa: E402
 import signal  # noqa: E402
 import subprocess  # noqa: E402
 import sys  # noqa: E402
+import time  # noqa: E402
+from collections.abc import Callable  # noqa: E402
 from pathlib import Path  # noqa: E402
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
+from cluster import cluster  # noqa: E402, F401
 from runner import load_script  # noqa: E402
 
 ROOT = Path(__file__).parents[1]
 CHAPTERS = sorted(path.parent.name for path in ROOT.glob("[0-9][0-9]-*/train_llm.py"))
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
@@ -50,6 +54,15 @@ def run_script(*args: object, timeout: float = 300, **env: str) -> subprocess.Co
     )
 
 
+def wait_for_file(path: Path, running: Callable[[], bool], timeout: float = 60) -> None:
+    """Wait until a run that is `running` has written this file."""
+    deadline = time.monotonic() + timeout
+    while not path.exists():
+        assert running(), f"the run ended without {path}"
+        assert time.monotonic() < deadline, f"no {path} in time"
+        time.sleep(0.1)
+
+
 @pytest.fixture(autouse=True)
 def hide_gpus(request, monkeypatch):
     """Tests without the marker see no GPU: they compare what a CPU computes, to the last digit."""
@@ -57,6 +70,14 @@ def hide_gpus(request, monkeypatch):
         monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+
+
+@pytest.fixture
+def corpus(tmp_path) -> Path:
+    """Return a file of text for some tens of steps of 6 sequences of 32 tokens."""
+    path = tmp_path / "corpus.json"
+    path.write_text(json.dumps([f"Text number {n}, of many words. " * 20 for n in range(50)]))
+    return path
 
 
 @pytest.fixture

@@ -104,6 +104,7 @@ def _child(
     stderr_file: str | None = None,
     pause: float = 0.0,
     kill_after_steps: int | None = None,
+    signals_after_steps: tuple[int, list[int]] | None = None,
     kill_in_save: tuple[int, str] | None = None,
     interrupt_in_save: int | None = None,
     file_size_limit: int | None = None,
@@ -114,6 +115,7 @@ def _child(
     samples_file: gets the indices of every optimizer step's samples, a JSON list a line.
     pause: seconds to sleep after every optimizer step, for a test that must hit the run.
     kill_after_steps: SIGKILL after so many optimizer steps of this process.
+    signals_after_steps: (n, signals): after n optimizer steps this process sends itself these.
     kill_in_save: (n, stage): SIGKILL at this stage of the n-th save of this process.
     interrupt_in_save: n: Ctrl-C while the n-th save of this process writes.
     file_size_limit: bytes that a file may have, as if the disk were full beyond.
@@ -130,7 +132,10 @@ def _child(
     if pause:
         register_optimizer_step_post_hook(lambda *_: time.sleep(pause))
     if kill_after_steps:
-        _after_steps(kill_after_steps, _kill)
+        after_steps(kill_after_steps, _kill)
+    if signals_after_steps:
+        steps, signals = signals_after_steps
+        after_steps(steps, lambda: [os.kill(os.getpid(), number) for number in signals])
     if kill_in_save:
         _kill_in_save(*kill_in_save)
     if interrupt_in_save:
@@ -154,7 +159,8 @@ def _interrupt(*_: object) -> None:
     raise KeyboardInterrupt
 
 
-def _after_steps(count: int, action) -> None:
+def after_steps(count: int, action: Callable[[], object]) -> None:
+    """Call the action after so many optimizer steps; to load a checkpoint is a step as well."""
     done = 0
 
     def hook(*_: object) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, run_script
+from conftest import ROOT, TORCHRUN, run_script
 from runner import Ranks
 from transformers import AutoModelForCausalLM
 
@@ -16,7 +16,6 @@ from common import models
 SCRIPT = ROOT / "02-ddp/allreduce_by_hand.py"
 COUNTERS = Path("/proc/self/io")  # Linux only
 METHODS = ("parameter_server", "ring", "all_reduce")
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 
 
 def check_table(text: str, world_size: int) -> None:

@@ -1,31 +1,27 @@
 """Bad input ends in one sentence on stderr and status 2; nothing that was there is lost."""
 
 import argparse
+import errno
 import json
 import os
 import re
 import shutil
+import socket
 import subprocess
 import sys
-import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, load_script, read_metrics, run_script
-from runner import finish, start
+from conftest import ROOT, load_script, read_metrics, run_script, wait_for_file
+from filelock import FileLock
+from runner import Ranks, finish, start
 from transformers import CONFIG_MAPPING
 
-from common import data, launch
+from common import cli, data, launch, record, tracker
 
 SCRIPT = "01-single-gpu/train_llm.py"
 SMALL = ["-s", 32, "--global-batch-size", 6, "--max-steps", 4, "--ckpt-freq", 2, "--log-freq", 1]
-
-
-@pytest.fixture
-def corpus(tmp_path) -> Path:
-    path = tmp_path / "corpus.json"
-    path.write_text(json.dumps([f"Text number {n}, of many words. " * 20 for n in range(50)]))
-    return path
 
 
 @pytest.fixture
@@ -189,6 +185,31 @@ def test_models_that_are_not_causal(refuse, tmp_path):
 def test_a_cache_that_cannot_be_written(refuse, monkeypatch, corpus):
     monkeypatch.setattr(data.constants, "HF_HOME", "/proc/nothing")
     assert "Cannot write to the cache /proc/nothing" in refuse("-d", corpus)
+
+
+@pytest.mark.parametrize("module", [data, tracker], ids=["the cache", "the run's folder"])
+@pytest.mark.parametrize(
+    "error",
+    [OSError(errno.ENOLCK, "No locks available"), NotImplementedError("no flock here")],
+    ids=["ENOLCK", "ENOSYS"],  # of the second one, older releases of filelock make this
+)
+def test_a_file_system_without_locks(refuse, monkeypatch, corpus, tmp_path, module, error):
+    class NoLock(FileLock):
+        def _acquire(self) -> None:
+            raise error
+
+    monkeypatch.setattr(module, "FileLock", NoLock)
+    (tmp_path / "run").mkdir()
+    sentence = refuse("-d", corpus, *SMALL)
+    reason = error.strerror if isinstance(error, OSError) else error
+    cache = Path(data.constants.HF_HOME) / "packed-blocks"
+    assert (
+        sentence
+        == {
+            data: f"Cannot write to the cache {cache} ({reason}): set HF_HOME to another folder.",
+            tracker: f"Cannot write to {tmp_path}/run ({reason}): give another --save-dir.",
+        }[module]
+    )
 
 
 def test_empty_cells_are_left_out(train, tmp_path):
@@ -394,9 +415,7 @@ def test_a_second_process_in_the_same_run(corpus, tmp_path):
     args = ["-d", corpus, "-s", 32, "--global-batch-size", 6, "--max-steps", 3000]
     args += ["--save-dir", tmp_path, "-e", "run"]
     first = start(args, stderr_file=str(tmp_path / "first"))
-    deadline = time.monotonic() + 60
-    while not (tmp_path / "run/metrics.jsonl").exists():
-        assert first.is_alive() and time.monotonic() < deadline
+    wait_for_file(tmp_path / "run/metrics.jsonl", first.is_alive)
     assert finish(start(args, stderr_file=str(tmp_path / "second"))) == 2
     first.kill()
     finish(first)
@@ -460,3 +479,69 @@ def test_the_whole_command_leaves_with_status_2(tmp_path):
     assert done.returncode == 2 and "Traceback" not in done.stderr
     assert done.stderr.splitlines()[-1].startswith("The model has 128 positions")
     assert list(tmp_path.iterdir()) == []
+
+
+def each_on_a_node_of_its_own() -> None:
+    """A relative path is another one for each rank; and a rank that failed says so at once."""
+    os.chdir(Path(os.environ["NODES"]) / os.environ["RANK"])
+    host = f"node{os.environ['RANK']}"
+    socket.gethostname = lambda: host
+    tracker.SEEN_WITHIN_S = 0.3
+    cli.HEAD_START_S = 0.0
+
+
+def trust_the_folder() -> None:
+    each_on_a_node_of_its_own()
+    tracker._check_that_all_see_it = lambda run_dir: None
+
+
+def trust_the_data() -> None:
+    each_on_a_node_of_its_own()
+    record.find_checkpoint = lambda run_dir, training: None
+
+
+def run_on_two_nodes(folder: Path, plant: Callable[[], None], *args: object) -> tuple:
+    """Return the exit statuses of two ranks, and the last line of each or nothing."""
+    files = [str(folder / f"stderr-{rank}") for rank in range(2)]
+    options = {"chapter": "03-multi-node", "env": {"NODES": folder}, "stderr_file": files}
+    for rank in range(2):
+        (folder / str(rank)).mkdir(exist_ok=True)
+    statuses = Ranks(2, [*args, *SMALL, "-e", "run"], plant=plant, **options).finish()
+    return statuses, ["".join(Path(file).read_text().splitlines()[-1:]) for file in files]
+
+
+def test_a_folder_that_the_nodes_do_not_share(corpus, tmp_path):
+    """The planted bug does not look: all seems well, and each folder has a part of a checkpoint."""
+    args = ("-d", corpus, "--save-dir", "outputs")
+    statuses, said = run_on_two_nodes(tmp_path, each_on_a_node_of_its_own, *args)
+    assert statuses == [2, 2]
+    rest = f" on node1 does not see {tmp_path}/0/outputs/run of rank 0: "
+    rest += "give a --save-dir on a file system that all nodes share."
+    assert said[0] == f"Rank 1{rest}"
+    assert said[1].startswith("[rank 1] Rank 1 on node1 does not see ")
+    for rank in range(2):
+        found = [path.name for path in (tmp_path / str(rank)).rglob("*")]
+        assert sorted(found) == [".lock", "outputs", "run"][rank:], "nothing else was written"
+    statuses, said = run_on_two_nodes(tmp_path, trust_the_folder, *args)
+    assert statuses == [0, 0]
+    files = tmp_path.rglob("*_0.distcp")
+    parts = {(path.relative_to(tmp_path).parts[0], path.name) for path in files}
+    assert parts == {("0", "__0_0.distcp"), ("1", "__1_0.distcp")}, "neither folder has all"
+
+
+def test_data_that_is_not_the_same_on_all_nodes(corpus, tmp_path):
+    """The planted bug does not compare: each rank trains on another text, and nobody notices."""
+    args = ("-d", "corpus.json", "--save-dir", tmp_path / "outputs")
+    for rank, word in enumerate(("number", "page")):
+        (tmp_path / str(rank)).mkdir()
+        text = corpus.read_text().replace("number", word)
+        (tmp_path / str(rank) / "corpus.json").write_text(text)
+    statuses, said = run_on_two_nodes(tmp_path, each_on_a_node_of_its_own, *args)
+    assert statuses == [2, 2]
+    sentence = r"Rank 1 on node1 has dataset_checksum (\w{16}), rank 0 on node0 has (\w{16}): "
+    sentence += "give all nodes the same arguments, data and Python."
+    theirs, ours = re.fullmatch(sentence, said[0]).groups()
+    assert theirs != ours and said[1] == f"[rank 1] {said[0]}"
+    assert [path.name for path in (tmp_path / "outputs/run").iterdir()] == [".lock"]
+    statuses, _ = run_on_two_nodes(tmp_path, trust_the_data, *args)
+    assert statuses == [0, 0]

@@ -3,12 +3,13 @@
 import os
 import signal
 import socket
+import statistics
 import subprocess
 import time
 
 import pytest
 import torch
-from conftest import CHAPTERS, ROOT, read_metrics, run_script
+from conftest import CHAPTERS, ROOT, TORCHRUN, read_metrics, run_script
 from test_parity import plant
 from test_resume_ranks import children
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -16,7 +17,6 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from common.launch import ALONE
 
 SCRIPT = "01-single-gpu/train_llm.py"
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 
 
 @pytest.mark.gpu
@@ -231,10 +231,11 @@ def test_a_signal_to_one_rank_stops_all_gpus(tmp_path):
 
 @pytest.mark.multi_gpu
 def test_the_wait_for_a_slow_rank_is_seen_on_gpus(tmp_path):
-    """Rank 1's host is 50 ms late in every step; rank 0's GPU stands still, and its timer sees it."""
+    """Rank 1's host is 50 ms late in every step; rank 0's GPU stands still: its timer sees it."""
     where = 'with timers("forward"), sync():\n'
     late = f"{where}                __import__('time').sleep(0.05 * (rank == 1))\n"
     script = plant("03-multi-node", tmp_path / "chapter", [(where, late)]) / "train_llm.py"
-    metrics = losses_of(tmp_path, "slow", *TORCHRUN, 2, script)
-    assert {line["slowest_rank"] for line in metrics[2:]} == {1}
-    assert all(40 < line["time/wait_max"] < 100 for line in metrics[2:])
+    # One micro-batch in a step: rank 1 is late in each of them, and the waits would add up.
+    metrics = losses_of(tmp_path, "slow", *TORCHRUN, 2, script, "-b", 12)[2:]
+    assert {line["slowest_rank"] for line in metrics} == {1}
+    assert 40 < statistics.median(line["time/wait_max"] for line in metrics) < 75

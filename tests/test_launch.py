@@ -1,6 +1,6 @@
 """How the processes of a run are started, what they say, and how all of them end."""
 
-import json
+import functools
 import os
 import re
 import signal
@@ -12,24 +12,20 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import CHAPTERS, ROOT, read_metrics, run_script
+from conftest import CHAPTERS, ROOT, TORCHRUN, read_metrics, run_script, wait_for_file
 from runner import Ranks, finish, start
 from test_parity import plant
+from test_resume_ranks import children
 from torch.distributed import TCPStore
 
-from common import data, launch
+from common import cli, data, launch
 from common.cli import InputError
+from common.plan import plan
 
 DISTRIBUTED = CHAPTERS[1:]
+MULTI_NODE = CHAPTERS[2:]
+ONE_MACHINE = [chapter for chapter in DISTRIBUTED if (ROOT / chapter / "launch.sh").exists()]
 SMALL = ("-s", 32, "--global-batch-size", 6, "--max-steps", 2, "--log-freq", 1)
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
-
-
-@pytest.fixture
-def corpus(tmp_path) -> Path:
-    path = tmp_path / "corpus.json"
-    path.write_text(json.dumps([f"Text number {n}, of many words. " * 20 for n in range(50)]))
-    return path
 
 
 @pytest.fixture
@@ -129,17 +125,38 @@ PLACE = {
     [
         ({"RANK": "0"}, "RANK is set but WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT is not"),
         ({"MASTER_PORT": "29500"}, "MASTER_PORT is set but RANK, WORLD_SIZE, LOCAL_RANK"),
+        (
+            {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"},
+            "RANK, WORLD_SIZE, LOCAL_RANK is set but MASTER_ADDR, MASTER_PORT is not: start this "
+            "with torchrun, or set what is missing, or unset RANK WORLD_SIZE LOCAL_RANK to train",
+        ),
+        ({"WORLD_SIZE": "1", "RANK": "1"}, "RANK must be below WORLD_SIZE, counted from 0"),
         ({**PLACE, "WORLD_SIZE": "two"}, "WORLD_SIZE is 'two', which is no number"),
         ({**PLACE, "RANK": "2"}, "RANK must be below WORLD_SIZE"),
     ],
 )
 def test_variables_of_torchrun_that_are_half_set(monkeypatch, place, sentence):
-    for name in (*PLACE, "LOCAL_WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in place.items():
-        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(os, "environ", dict(place))
     with pytest.raises(InputError, match=sentence):
         launch.complete_environment()
+
+
+@pytest.mark.parametrize(
+    "place",
+    [{}, {"WORLD_SIZE": "1"}, {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}],
+    ids=["nothing", "a size", "as from srun"],
+)
+def test_a_world_of_one_needs_no_address(monkeypatch, place):
+    monkeypatch.setattr(os, "environ", {**place, "HOME": "/"})
+    launch.complete_environment()
+    assert os.environ == {**launch.ALONE, "HOME": "/"}
+
+
+def test_a_world_of_one_keeps_its_address(monkeypatch):
+    place = {**PLACE, "WORLD_SIZE": "1", "MASTER_ADDR": "node1"}
+    monkeypatch.setattr(os, "environ", dict(place))
+    launch.complete_environment()
+    assert os.environ == place
 
 
 def test_half_set_variables_end_the_script(flags):
@@ -189,8 +206,8 @@ def test_a_port_in_use_under_torchrun(flags):
 def test_restarts_need_a_name(monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
     with pytest.raises(InputError, match="With --max-restarts a run needs a name that stays: give"):
-        launch.plan([])
-    assert launch.plan(["-e", "run"])[0] == "run"
+        plan([])
+    assert plan(["-e", "run"])[0] == "run"
 
 
 def test_plan_of_a_launch_file(monkeypatch, tmp_path):
@@ -198,20 +215,181 @@ def test_plan_of_a_launch_file(monkeypatch, tmp_path):
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
     monkeypatch.delenv("NPROC_PER_NODE", raising=False)
     (tmp_path / "my.args").write_text("--experiment-name 'from a file'  # comment\n--seed 3\n")
-    assert launch.plan(["-e", "a", "--save-dir", "b c"]) == ("a", "b c", 2, 4)
-    assert launch.plan(["-ea", "-s", "32"]) == ("a", "outputs", 2, 4)
-    assert launch.plan(["--experiment-name=a"])[0] == "a"
-    assert launch.plan([f"@{tmp_path}/my.args", "--zero1"])[0] == "from a file"
-    assert launch.plan([])[0].startswith("gpt2-tiny-python-stdlib-20")
+    assert plan(["-e", "a", "--save-dir", "b c"]) == ("a", "b c", 2, 4)
+    assert plan(["-ea", "-s", "32"]) == ("a", "outputs", 2, 4)
+    assert plan(["--experiment-name=a"])[0] == "a"
+    assert plan([f"@{tmp_path}/my.args", "--zero1"])[0] == "from a file"
+    assert plan([])[0].startswith("gpt2-tiny-python-stdlib-20")
     monkeypatch.setenv("NPROC_PER_NODE", "3")
-    assert launch.plan([])[2:] == (3, 2)
+    assert plan([])[2:] == (3, 2)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.delenv("NPROC_PER_NODE")
-    assert launch.plan([])[2:] == (4, 2)
+    assert plan([])[2:] == (4, 2)
     for wrong in ("gpu", "0"):
         monkeypatch.setenv("NPROC_PER_NODE", wrong)
         with pytest.raises(InputError, match="which is no number of processes"):
-            launch.plan([])
+            plan([])
+
+
+@pytest.mark.parametrize("nodes", ["2", "16", "1:2", "2:2"])
+def test_a_run_on_several_nodes_needs_one_name(monkeypatch, nodes):
+    monkeypatch.setenv("NNODES", nodes)
+    with pytest.raises(InputError, match=r"^A run on several nodes needs one name for all of them"):
+        plan([])
+    assert plan(["-e", "run"])[0] == "run"
+
+
+def test_a_run_on_one_node_needs_no_name(monkeypatch):
+    for nodes in ("", "1"):
+        monkeypatch.setenv("NNODES", nodes)
+        assert plan([])[0].startswith("gpt2-tiny-python-stdlib-20")
+
+
+@pytest.mark.parametrize(
+    "nodes", ["two", "0", "-1", "1.5", "2:", ":2", "0:2", "1:2:3", "4:2", "1 "]
+)
+def test_what_is_no_number_of_nodes(monkeypatch, nodes):
+    monkeypatch.setenv("NNODES", nodes)
+    with pytest.raises(InputError, match=f"^NNODES is '{nodes}', which is no number of nodes"):
+        plan(["-e", "run"])
+
+
+def test_a_plan_that_fails_is_one_sentence():
+    done = run_script("-m", "common.plan", "-e", "run", NNODES="two")
+    sentence = "NNODES is 'two', which is no number of nodes, and not MIN:MAX.\n"
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", sentence)
+
+
+ARGV = ["dir/train_llm.py", "-e", "run", "--max-steps", "9"]
+AS_YOU_DID = "start it once more as you did, with -e run"
+
+
+@pytest.mark.parametrize(
+    ("place", "command"),
+    [
+        ({}, "dir/train_llm.py -e run --max-steps 9"),
+        (
+            {"TORCHELASTIC_RUN_ID": "x", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2"},
+            "-m torch.distributed.run --standalone --nproc-per-node 2 dir/train_llm.py -e run "
+            "--max-steps 9",
+        ),
+        (
+            {"TORCHELASTIC_RUN_ID": "x", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "4"},
+            AS_YOU_DID,
+        ),
+        ({"WORLD_SIZE": "2"}, AS_YOU_DID),  # from srun or mpirun
+        (
+            {
+                "LAUNCH_COMMAND": "NNODES=2 bash start.sh",
+                "LOCAL_WORLD_SIZE": "2",
+                "WORLD_SIZE": "4",
+            },
+            "NNODES=2 bash start.sh --max-steps 9 -e run",
+        ),
+    ],
+    ids=["alone", "one node", "two nodes", "srun", "two nodes with a launch file"],
+)
+def test_how_to_go_on(monkeypatch, place, command):
+    """Of several nodes a process sees its own alone: the whole command is its launch file's."""
+    monkeypatch.setattr(launch, "_how_to_go_on", "")
+    monkeypatch.setattr(sys, "argv", ARGV)
+    for name in ("TORCHELASTIC_RUN_ID", "LOCAL_WORLD_SIZE", "WORLD_SIZE", "LAUNCH_COMMAND"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    opening, _, found = launch.how_to_go_on("run").partition(": ")
+    assert opening == "to go on with it after a stop"
+    python = f"{sys.executable} ".replace(f"{Path.cwd()}/", "")
+    assert found.removeprefix(python) == command
+
+
+# What starts a process tells it its place in variables with these names.
+BY_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
+BY_MPIRUN = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK")
+BY_SRUN = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
+# By name: those that start the two ranks, and those around them, which started one process.
+STARTED_BY = {
+    "srun": (BY_SRUN,),
+    "mpirun": (BY_MPIRUN,),
+    "mpirun under srun": (BY_MPIRUN, BY_SRUN),
+    "torchrun under both": (BY_TORCHRUN, BY_SRUN, BY_MPIRUN),
+}
+
+
+def environments(world_size: int, inner: tuple[str, ...], *outer: tuple[str, ...]) -> list[dict]:
+    """Return the variables of each rank; the outer ones tell every process that it is alone."""
+    alone = {name: value for names in outer for name, value in zip(names, (0, 1, 0), strict=True)}
+    address = {"MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}
+    return [
+        {**alone, **address, **dict(zip(inner, (rank, world_size, rank), strict=True))}
+        for rank in range(world_size)
+    ]
+
+
+@pytest.mark.parametrize("chapter", MULTI_NODE)
+def test_each_way_to_start_the_ranks(chapter, flags, tmp_path):
+    """Whoever tells a process its place: the same training. The innermost launcher is right."""
+    assert Ranks(2, [*flags, "-e", "torchrun"], chapter=chapter).finish() == [0, 0]
+    expected = [line["loss"] for line in read_metrics(tmp_path / "torchrun")]
+    assert len(expected) == 2
+    for name, launchers in STARTED_BY.items():
+        run = name.replace(" ", "-")
+        assert start_each([*flags, "-e", run], environments(2, *launchers), chapter) == [0, 0], name
+        assert [line["loss"] for line in read_metrics(tmp_path / run)] == expected, name
+
+
+def start_each(args: list[object], places: list[dict], chapter: object, **options) -> list[int]:
+    processes = []
+    for rank, place in enumerate(places):
+        own = {key: v[rank] if isinstance(v, list) else v for key, v in options.items()}
+        processes.append(start(args, env=place, chapter=chapter, **own))
+    return [finish(process) for process in processes]
+
+
+def test_the_outer_launcher_is_not_believed(flags, tmp_path):
+    """The planted bug asks srun first: both processes think that they are alone, in one folder."""
+    order = ("in (TORCHRUN, MPIRUN, SRUN)", "in (SRUN, TORCHRUN, MPIRUN)")
+    chapter = plant(MULTI_NODE[0], tmp_path / "chapter", [order])
+    places = environments(2, *STARTED_BY["mpirun under srun"])
+    files = [str(tmp_path / f"stderr-{rank}") for rank in range(2)]
+    assert 0 in start_each([*flags, "-e", "run"], places, chapter, stderr_file=files)
+    said = "".join(Path(file).read_text() for file in files)
+    assert "6 sequences x 1 device x 1 micro-batch" in said
+
+
+@pytest.mark.parametrize("chapter", MULTI_NODE)
+def test_a_batch_script_without_srun_is_a_world_of_one(chapter, flags, tmp_path):
+    """Slurm gives it a rank, and the number of tasks that it might start."""
+    place = {"SLURM_PROCID": 0, "SLURM_LOCALID": 0, "SLURM_NTASKS": 2}
+    file = str(tmp_path / "stderr")
+    assert start_each([*flags, "-e", "run"], [place], chapter, stderr_file=file) == [0]
+    assert "6 sequences x 1 device x 1 micro-batch = 6 sequences" in Path(file).read_text()
+    assert read_metrics(tmp_path / "run")[-1]["step"] == 2
+
+
+def argument_error_of_each_rank(chapter: object, flags: list[object], tmp_path: Path) -> list[str]:
+    files = [str(tmp_path / f"stderr-{rank}") for rank in range(2)]
+    options = {"stderr_file": files, "plant": functools.partial(head_start, 0.0)}
+    statuses = start_each([*flags, "--seed", "x"], environments(2, BY_SRUN), chapter, **options)
+    assert statuses == [2, 2]
+    return [Path(file).read_text() for file in files]
+
+
+def head_start(seconds: float) -> None:
+    """Set how long the other ranks wait for rank 0 to speak: nothing ends them here meanwhile."""
+    cli.HEAD_START_S = seconds
+
+
+@pytest.mark.parametrize("chapter", MULTI_NODE)
+def test_a_wrong_argument_under_srun_is_said_once(chapter, flags, tmp_path):
+    said = argument_error_of_each_rank(chapter, flags, tmp_path)
+    assert "argument --seed: 'x' is not a whole number" in said[0].splitlines()[-1]
+    assert said[1] == ""
+    # The planted bug reads the arguments before it knows the rank.
+    first = "    # torchrun first:"
+    early = plant(chapter, tmp_path / "chapter", [(first, f"    get_args()\n{first}")])
+    said = argument_error_of_each_rank(early, flags, tmp_path)
+    assert said[0] == said[1] != ""
 
 
 def free_port() -> int:
@@ -287,7 +465,7 @@ def test_waiting_in_a_barrier_is_noticed(flags, tmp_path, corpus):
     assert "The other ranks are gone or out of reach (Timed out waiting" in said
 
 
-@pytest.mark.parametrize("chapter", DISTRIBUTED)
+@pytest.mark.parametrize("chapter", ONE_MACHINE)
 def test_launch_file_keeps_logs_and_errors_of_each_rank(chapter, flags, tmp_path):
     launch_file = ROOT / chapter / "launch.sh"
 
@@ -328,10 +506,7 @@ def test_ctrl_c_reaches_all_ranks(flags, tmp_path):
         start_new_session=True,
     )
     try:
-        deadline = time.monotonic() + 60
-        while not (tmp_path / "run/state.json").exists():
-            assert time.monotonic() < deadline and process.poll() is None
-            time.sleep(0.1)
+        wait_for_file(tmp_path / "run/state.json", lambda: process.poll() is None)
         os.killpg(process.pid, signal.SIGINT)
         stop = time.monotonic()
         _, said = process.communicate(timeout=60)
@@ -341,3 +516,51 @@ def test_ctrl_c_reaches_all_ranks(flags, tmp_path):
     (interrupted,) = [line for line in said.splitlines() if "Interrupted" in line]
     assert interrupted.startswith("Interrupted; to go on")
     assert "torch.distributed.run --standalone" in interrupted
+
+
+def kill_torchrun(command: list[object], file: Path, tmp_path: Path) -> list[int]:
+    """Start this, kill torchrun once there is the file, and return the workers that live on."""
+    with (tmp_path / "stderr").open("w") as stderr:
+        words = [str(word) for word in command]
+        agent = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=stderr)
+    workers = []
+    try:
+        wait_for_file(file, lambda: agent.poll() is None)
+        workers = children(agent.pid)
+    finally:
+        agent.kill()
+        agent.wait()
+    assert workers, "no worker was found"
+    deadline = time.monotonic() + 5
+    while (alive := [pid for pid in workers if is_alive(pid)]) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    for pid in alive:
+        os.kill(pid, signal.SIGKILL)
+    return alive
+
+
+def is_alive(pid: int) -> bool:
+    """A process that has ended stays as a zombie where nobody asks for its status."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
+    except OSError:
+        return False
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux, and its prctl")
+def test_workers_end_with_their_torchrun(flags, tmp_path):
+    """The planted bug, in a script that only waits: nothing ties it to the torchrun above it."""
+    launch_file = ["bash", ROOT / "02-ddp/launch.sh", *flags, "-e", "run"]
+    long = ["--max-steps", 10**5, "--ckpt-freq", 5]
+    assert kill_torchrun([*launch_file, *long], tmp_path / "run/state.json", tmp_path) == []
+    (tmp_path / "train_llm.py").write_text(
+        "import sys, time\n"
+        "from pathlib import Path\n"
+        "from common import launch\n"
+        "launch.PR_SET_PDEATHSIG = 0  # which prctl does not know\n"
+        "launch.complete_environment()\n"
+        "Path(sys.argv[1]).touch()\n"
+        "time.sleep(60)\n"
+    )
+    waiting = [sys.executable, *TORCHRUN, 1, tmp_path / "train_llm.py", tmp_path / "waits"]
+    assert len(kill_torchrun(waiting, tmp_path / "waits", tmp_path)) == 1

@@ -412,7 +412,7 @@ def test_command(command, checkout, tmp_path):
     if words[:2] == ["make", "train"]:
         arguments = next((word[5:] for word in words if word.startswith("ARGS=")), "")
         command = f"make train ARGS='{arguments} {added}'"
-    elif re.search(r"train_llm\.py|launch\.sh", command) and words[0] not in ("git", "diff"):
+    elif re.search(r"train_llm\.py|launch(_\w+)?\.sh", command) and words[0] not in ("git", "diff"):
         command = re.sub(r"(\s#.*)?$", f" {added}", command)
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
     if (ROOT / ".venv").exists():

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, read_metrics
+from conftest import ROOT, read_metrics, wait_for_file
 from runner import Ranks, finish, start
 from test_parity import plant
 from test_resume import EXACT, assert_same_tensors, make_flags
@@ -57,9 +57,14 @@ def go_back_to(step: int, run_dir: Path) -> None:
             shutil.rmtree(path)
 
 
+def newest_step(run_dir: Path) -> int:
+    """Return the step that the run goes on after."""
+    return json.loads((run_dir / "state.json").read_text())["checkpoints"][-1]["step"]
+
+
 def tensors(run_dir: Path) -> dict:
     """Return all that the newest checkpoint holds."""
-    path = run_dir / json.loads((run_dir / "state.json").read_text())["checkpoints"][-1]["path"]
+    path = run_dir / f"checkpoints/step-{newest_step(run_dir):08d}"
     dcp_to_torch_save(path, run_dir / "all.pt")
     return torch.load(run_dir / "all.pt", weights_only=False)
 
@@ -114,8 +119,7 @@ def test_after_kill_9_of_one_rank(folder, flags, straight, victim):
     said = (folder / f"{name}-{1 - victim}.stderr").read_text().splitlines()[-1]
     assert re.search(r"other ranks are gone or out of reach \(.*Connection (closed|reset)", said)
     assert f"-e {name}" in said.split("to go on with it after a stop: ")[1]
-    state = json.loads((folder / name / "state.json").read_text())
-    assert state["checkpoints"][-1]["step"] == 20
+    assert newest_step(folder / name) == 20
     assert run(2, flags, name) == [0, 0]
     assert_exact(straight, folder / name)
 
@@ -127,10 +131,7 @@ def test_torchrun_ends_all_ranks_when_one_is_killed(tmp_path, flags):
     command = ["bash", launch, *arguments, "--log-freq", 1, "--ckpt-freq", 5]
     agent = subprocess.Popen([str(word) for word in command], stderr=subprocess.PIPE, text=True)
     try:
-        deadline = time.monotonic() + 60
-        while not (tmp_path / "run/state.json").exists():
-            assert time.monotonic() < deadline and agent.poll() is None
-            time.sleep(0.1)
+        wait_for_file(tmp_path / "run/state.json", lambda: agent.poll() is None)
         workers = children(agent.pid)
         os.kill(workers[1], signal.SIGKILL)
         stop = time.monotonic()

@@ -1,13 +1,20 @@
 """Timers, memory and the arithmetic of MFU."""
 
+import os
+import socket
 import time
+from pathlib import Path
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+import torch.distributed as dist
+from conftest import CHAPTERS, read_metrics
+from runner import Ranks, server_context
+from test_parity import plant
+from transformers import AutoModelForCausalLM, GPT2LMHeadModel
 
 from common import models, timers
-from common.timers import PhaseTimers, flops_per_token, peak_flops
+from common.timers import PhaseTimers, find_slowest, flops_per_token, peak_flops
 
 
 def test_phases_add_up():
@@ -88,3 +95,89 @@ def test_mfu(monkeypatch):
         time.sleep(0.05)
     report = clock.read(tokens_per_step=500, world_size=5, token_flops=1e6)
     assert report["mfu"] == pytest.approx(report["tokens_per_s"] / 5 * 1e6 / 1e12)
+
+
+WAITS_MS = {0: 12.0, 1: 0.5, 2: 30.0}  # by rank
+
+
+def find_slowest_on(rank: int, meeting_file: Path, queue) -> None:
+    socket.gethostname = lambda: f"node{rank}"
+    store = f"file://{meeting_file}"
+    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=len(WAITS_MS))
+    queue.put(find_slowest(WAITS_MS[rank]))
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+def test_who_waits_least_is_the_slowest(tmp_path):
+    context = server_context()
+    queue = context.Queue()
+    processes = [
+        context.Process(target=find_slowest_on, args=(rank, tmp_path / "store", queue))
+        for rank in WAITS_MS
+    ]
+    for process in processes:
+        process.start()
+    found = [queue.get(timeout=60) for _ in processes]
+    for process in processes:
+        process.join(60)
+    expected = {"time/wait_max": 30.0, "slowest_rank": 1, "slowest_host": "node1"}
+    assert found == [expected] * 3
+
+
+def test_alone_nobody_waits():
+    assert find_slowest(1.0) == {}
+
+
+LATE_MS = 90  # of rank 1 in each step, in 3 micro-batches
+
+
+def make_rank_1_late() -> None:
+    forward = GPT2LMHeadModel.forward
+
+    def late_forward(self, *args: object, **options: object):
+        if self.training and os.environ["RANK"] == "1":
+            time.sleep(LATE_MS / 3 / 1000)
+        return forward(self, *args, **options)
+
+    GPT2LMHeadModel.forward = late_forward
+
+
+def run_with_a_late_rank(chapter: str | Path, corpus: Path, tmp_path: Path) -> tuple[dict, str]:
+    """Return the last line of metrics, of steps 6 to 10, and what rank 0 said."""
+    arguments = ["-d", corpus, "-s", 32, "--global-batch-size", 12, "-b", 2, "--max-steps", 10]
+    arguments += ["--log-freq", 5, "--save-dir", tmp_path, "-e", "run"]
+    files = [str(tmp_path / f"stderr-{rank}") for rank in range(2)]
+    ranks = Ranks(2, arguments, chapter=chapter, stderr_file=files, plant=make_rank_1_late)
+    assert ranks.finish() == [0, 0]
+    said = Path(files[0]).read_text()
+    assert "2 sequences x 2 devices x 3 micro-batches" in said
+    return read_metrics(tmp_path / "run")[-1], said
+
+
+def assert_the_late_rank_is_named(metrics: dict, said: str) -> None:
+    """The bound is half of what it is late: no hiccup of this machine makes up for the rest."""
+    wait, host = metrics["time/wait_max"], socket.gethostname()
+    seen = wait > LATE_MS / 2
+    assert seen, f"the wait is {wait} ms"
+    assert (metrics["slowest_rank"], metrics["slowest_host"]) == (1, host)
+    assert metrics["time/wait"] == wait, "rank 0 waits longest, and is the one that is timed"
+    assert f" | waited up to {wait:.1f} ms for rank 1 on {host}\n" in said
+
+
+@pytest.mark.parametrize("chapter", CHAPTERS[2:])
+def test_a_late_rank_is_named(chapter, corpus, tmp_path):
+    assert_the_late_rank_is_named(*run_with_a_late_rank(chapter, corpus, tmp_path))
+
+
+def test_a_meeting_after_the_backward_pass_sees_no_wait(corpus, tmp_path):
+    """The planted bug: the backward pass waits, and its time is that of a slow computation."""
+    meet, backward = "            if last_backward:\n", '            with timers("backward"):\n'
+    call = "                loss.backward()"
+    comment = "  # adds to the gradients of the micro-batches before\n"
+    move = [(backward + call + comment, ""), (meet, f"{backward}{call}\n{meet}")]
+    chapter = plant(CHAPTERS[2], tmp_path / "chapter", move)
+    metrics, said = run_with_a_late_rank(chapter, corpus, tmp_path)
+    assert metrics["time/backward"] > LATE_MS / 2
+    with pytest.raises(AssertionError, match=r"^the wait is"):
+        assert_the_late_rank_is_named(metrics, said)

@@ -1,10 +1,13 @@
 """wandb really runs, offline, and what it leaves can be read back."""
 
 import json
+import os
+import socket
 from pathlib import Path
 
 import pytest
-from conftest import read_metrics, run_script
+from conftest import CHAPTERS, read_metrics, run_script
+from runner import Ranks
 from wandb.proto import wandb_internal_pb2
 
 SCRIPT = "01-single-gpu/train_llm.py"
@@ -103,3 +106,39 @@ def test_a_login_without_a_network_goes_on_offline(tmp_path):
     assert "wandb runs offline, because: " in done.stderr
     (folder,) = (tmp_path / "a-run/wandb").glob("offline-run-*")
     assert [line["_step"] for line in read_run(folder)[2]] == [2, 4, 6, 8]
+
+
+def be_on_a_node_of_its_own() -> None:
+    """Each rank is the first, and only, process of another machine."""
+    host = f"host{int(os.environ['RANK']) + 1}"
+    socket.gethostname = lambda: host
+
+
+def runs_of_two_nodes(chapter: str, corpus: Path, tmp_path: Path, *args: object) -> dict:
+    """Return what each wandb run of a training on two nodes holds, by its id."""
+    options = {"chapter": chapter, "plant": be_on_a_node_of_its_own}
+    options["env"] = {"WANDB_MODE": "offline", "HOME": tmp_path, "LOCAL_RANK": 0}
+    arguments = ["-d", corpus, *FLAGS, "--global-batch-size", 6, "--save-dir", tmp_path]
+    assert Ranks(2, [*arguments, "-e", "a-run", *args], **options).finish() == [0, 0]
+    found = [read_run(path) for path in (tmp_path / "a-run/wandb").glob("offline-run-*")]
+    return {run.run_id: (run, history) for run, _, history in found}
+
+
+@pytest.mark.parametrize("chapter", CHAPTERS[2:])
+def test_a_run_for_each_node(chapter, corpus, tmp_path):
+    """In one group; rank 0's is the run that there is without the flag."""
+    runs = runs_of_two_nodes(chapter, corpus, tmp_path, "--track-nodes")
+    assert sorted(runs) == ["a-run", "a-run-host2"]
+    for name, (run, history) in runs.items():
+        assert (run.display_name, run.run_group) == (name, "a-run")
+        assert [line["_step"] for line in history] == [2, 4, 6, 8]
+    losses = [[line["loss"] for line in history] for _, history in runs.values()]
+    expected = [line["loss"] for line in read_metrics(tmp_path / "a-run")]
+    assert losses == [expected] * 2, "the mean over all ranks"
+
+
+@pytest.mark.parametrize("chapter", CHAPTERS[2:])
+def test_one_run_for_all_nodes(chapter, corpus, tmp_path):
+    ((run, history),) = runs_of_two_nodes(chapter, corpus, tmp_path).values()
+    assert (run.run_id, run.display_name, run.run_group) == ("a-run", "a-run", "")
+    assert [line["_step"] for line in history] == [2, 4, 6, 8]

@@ -113,6 +113,8 @@ def chapters() -> list[str]:
         "evaluation, a run that resumes exactly",
         "02-ddp": "all GPUs of a machine, with the same losses: process group, "
         "DistributedDataParallel, gradients averaged while they are computed",
+        "03-multi-node": "several nodes, from Slurm, ssh, mpirun or torchrun: a stop on a signal, "
+        "requeue, nodes that go and come, who waits for whom",
     }
     rows = ["| chapter | what it adds | lines | diff |", "|---|---|---:|---:|"]
     before = None
@@ -352,6 +354,58 @@ def zero1_gpu(found) -> list[str]:
             cells = [f"{n / GIB:.2f}" for n in (*held.values(), sum(held.values()))]
             ms = "" if which == "least" else spread(found[name]["step_ms"])
             rows.append(f"| {name} | {which} | {' | '.join(cells)} | {ms} |")
+    return rows
+
+
+# --- chapter 3 ---
+
+
+def chapter_against_chapter(found: dict, devices: str) -> list[str]:
+    rows = [
+        f"| chapter | {devices} | tokens/s | ms per step | of it wait | of it backward |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    for row in found["rows"]:
+        times = row["median"]
+        wait = f"{times['time/wait']:.1f}" if "time/wait" in times else ""
+        rows.append(
+            f"| {row['chapter']} | {row['devices']} | "
+            f"{spread([run['tokens_per_s'] for run in row['runs']], 0)} | "
+            f"{times['time/total']:.1f} | {wait} | {times['time/backward']:.1f} |"
+        )
+    return rows
+
+
+@table(result("nodes_cpu"))
+def nodes_cpu(found) -> list[str]:
+    return chapter_against_chapter(found, "processes")
+
+
+@table(result("nodes_gpu"))
+def nodes_gpu(found) -> list[str]:
+    return chapter_against_chapter(found, "GPUs")
+
+
+@table(result("recovery_cpu"))
+def recovery(found) -> list[str]:
+    what = {
+        "signal": ("the signal before the end of the time", "the script; the queue"),
+        "preemption": ("a job that goes first", "the script; the queue"),
+        "worker": ("`kill -9` of a rank", "the other rank; torchrun"),
+        "torchrun": ("`kill -9` of a torchrun", "srun; the queue"),
+        "cable_second": ("a cable out for a second", "nobody; nobody"),
+        "cable": ("a cable out for good, `--nodes=1-2`", "Slurm; the queue"),
+    }
+    rows = [
+        "| what happens | who notices; who starts it again | seconds without a step | steps lost |",
+        "|---|---|---:|---:|",
+    ]
+    for event, (name, who) in what.items():
+        runs = found["runs"][event]
+        lost = sorted({run["steps_lost"] for run in runs})
+        shown = f"{lost[0]}" if len(lost) == 1 else f"{lost[0]} to {lost[-1]}"
+        seconds = spread([run["seconds"] for run in runs])
+        rows.append(f"| {name} | {who} | {seconds} | {shown} |")
     return rows
 
 

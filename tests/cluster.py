@@ -1,0 +1,120 @@
+"""A Slurm cluster for the tests: the chapter's own local_cluster.sh, up once for all of them."""
+
+import fcntl
+import os
+import re
+import shlex
+import subprocess
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+SCRIPT = Path(__file__).parents[1] / "03-multi-node" / "local_cluster.sh"
+
+
+class Cluster:
+    """name: what its folder and its namespaces are called; others can be up beside it.
+    network: the first three numbers of its addresses.
+    within: a command that runs commands where the cluster's script shall run, if not right here.
+    """
+
+    def __init__(self, name: str, network: str, within: tuple[object, ...] = ()) -> None:
+        self.name, self.network = name, network
+        self.within = [str(part) for part in within]
+        self.folder = Path(f"/run/{name}-cluster")
+        self.ssh_config = self.folder / "ssh_config"
+        outer = {key: value for key, value in os.environ.items() if not key.startswith("SLURM_")}
+        self.env = {
+            **outer,
+            "LOCAL_CLUSTER_DIR": str(self.folder),
+            "LOCAL_CLUSTER_NAME": name,
+            "LOCAL_CLUSTER_NETWORK": network,
+            "SLURM_CONF": str(self.folder / "slurm.conf"),
+        }
+
+    def script(self, *args: object, **env: str) -> subprocess.CompletedProcess:
+        """Run `local_cluster.sh ARGS`, with these variables too."""
+        return self._execute(["bash", SCRIPT, *args], 90, env)
+
+    def _execute(self, command, timeout: float, env=()) -> subprocess.CompletedProcess:
+        return subprocess.run(
+            [*self.within, *map(str, command)],
+            env={**self.env, **dict(env)},
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+        )
+
+    def up(self, nodes: int = 2) -> None:
+        result = self.script("up", nodes)
+        assert result.returncode == 0, result.stderr
+
+    def down(self) -> None:
+        result = self.script("down")
+        assert result.returncode == 0, result.stderr
+
+    def shell(self, *command: object, timeout: float = 60) -> str:
+        """Run a command on this machine, as one who uses the cluster; return what it prints."""
+        result = self._execute(command, timeout)
+        assert result.returncode == 0, f"{command}: {result.stdout}{result.stderr}"
+        return result.stdout.strip()
+
+    def run(self, node: str, *command: str, timeout: float = 60) -> str:
+        """Run a command on a node, through ssh; return what it prints."""
+        return self.shell("ssh", "-F", self.ssh_config, node, shlex.join(command), timeout=timeout)
+
+    def sbatch(self, *args: object) -> str:
+        """Submit a job and return its id."""
+        return self.shell("sbatch", "--parsable", *args)
+
+    def job(self, job: str) -> dict[str, str]:
+        """Return what Slurm knows of a job: JobState, Restarts, NodeList, ..."""
+        shown = self.shell("scontrol", "show", "--oneliner", "job", job)
+        return dict(re.findall(r"(\S+?)=(\S*)", shown))
+
+    def wait(self, job: str, *states: str, timeout: float = 60) -> dict[str, str]:
+        """Wait until a job is in one of these states; return what Slurm knows of it then."""
+        self.until(lambda: self.job(job)["JobState"] in states, f"job {job} {states}", timeout)
+        return self.job(job)
+
+    def node_state(self, node: str) -> str:
+        """Return idle, mixed, allocated, down*, ..."""
+        return self.shell("sinfo", "-h", "-n", node, "-p", "main", "-o", "%T")
+
+    def cut(self, node: str) -> None:
+        """Pull a node's cable: its processes live on, but nothing reaches them."""
+        self.shell("ip", "-n", f"{self.name}-switch", "link", "set", node, "down")
+
+    def mend(self, node: str) -> None:
+        """Plug it in again. A node that Slurm took for lost is idle some 20 seconds later."""
+        self.shell("ip", "-n", f"{self.name}-switch", "link", "set", node, "up")
+
+    @staticmethod
+    def until(happened: Callable[[], bool], what: str, timeout: float = 60) -> None:
+        deadline = time.monotonic() + timeout
+        while not happened():
+            assert time.monotonic() < deadline, f"not in {timeout} seconds: {what}"
+            time.sleep(0.1)
+
+
+def need_cluster() -> None:
+    """Skip where no cluster can be, with the script's own sentence; on CI that is a failure."""
+    result = Cluster("tests", "10.99.0").script("status")
+    if result.returncode == 2:
+        give_up = pytest.fail if os.environ.get("CI") else pytest.skip
+        give_up(result.stderr.strip())
+
+
+@pytest.fixture(scope="session")
+def cluster():
+    """Yield a cluster of node1 and node2, which is up until the last test has ended."""
+    need_cluster()
+    cluster = Cluster("tests", "10.99.0")
+    with SCRIPT.open() as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # one test session at a time
+        cluster.down()  # what a killed session has left
+        cluster.up()
+        yield cluster
+        cluster.down()

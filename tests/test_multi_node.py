@@ -1,0 +1,446 @@
+"""Chapter 3 on nodes with addresses of their own: every launcher, and every way to lose a node.
+
+The nodes are those of 03-multi-node/local_cluster.sh: a real Slurm, a real network, real sshds.
+What each process trains on is noted by tests/hooks/sitecustomize.py.
+"""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+from cluster import Cluster
+from conftest import ROOT, read_metrics
+from runner import Ranks, finish, start
+from test_resume import EXACT
+
+pytestmark = pytest.mark.slurm
+NODES = ["node1", "node2"]
+STEPS = 24
+CKPT_FREQ = 4
+JOB, JOB_SRUN = "03-multi-node/job.sbatch", "03-multi-node/job_srun.sbatch"
+PAUSE = 0.15  # after each step of a run that is to be hit
+
+
+class Lab:
+    """Runs of one training on the cluster: their flags, their folders, what they trained on."""
+
+    def __init__(self, cluster: Cluster, folder: Path) -> None:
+        self.cluster, self.folder = cluster, folder
+        texts = [f"Text number {n}, of words {n * n} and {n % 7}. " * 20 for n in range(150)]
+        (folder / "corpus.json").write_text(json.dumps(texts))
+
+    def flags(self, name: str, *args: object) -> list[str]:
+        words = [
+            *("-e", name, "--save-dir", self.folder, "-d", self.folder / "corpus.json", "-s", 32),
+            *("--max-steps", STEPS, "--log-freq", 1, "--ckpt-freq", CKPT_FREQ, "--eval-freq", 12),
+            *("--lr", 2e-3, *args),
+        ]
+        return [str(word) for word in words]
+
+    def environment(self, name: str, **env: object) -> dict[str, str]:
+        """Return the environment of a launcher: in it the runs' notes, and few threads."""
+        notes = self.folder / f"{name}.notes"
+        notes.mkdir(exist_ok=True)
+        own = {
+            "HF_HOME": self.folder / "cache",
+            "NOTES": notes,
+            "FORWARD": "NOTES PAUSE",
+            "PYTHONPATH": f"{ROOT / 'tests/hooks'}:{ROOT}",
+            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
+            "VIRTUAL_ENV": sys.prefix,
+            "WANDB_MODE": "disabled",
+            "OMP_NUM_THREADS": 1,
+            **env,
+        }
+        return {**self.cluster.env, **{key: str(value) for key, value in own.items()}}
+
+    def submit(self, job: str, name: str, *args: object, options: tuple = (), **env: object) -> str:
+        """Submit a job file, and return the job's number."""
+        words = [
+            *options,
+            f"--output={self.folder}/{name}.log",
+            ROOT / job,
+            *self.flags(name, *args),
+        ]
+        return self.sbatch(words, self.environment(name, **env))
+
+    def sbatch(self, words: list[object], env: dict[str, str]) -> str:
+        command = ["sbatch", "--parsable", *map(str, words)]
+        return subprocess.check_output(command, env=env, text=True, timeout=200).split()[0]
+
+    def ends(self, job: str, timeout: float = 120) -> str:
+        """Wait until a job, with all of its starts, has ended; return its state."""
+        queued = ("squeue", "--noheader", "--states=all", "--format=%T", f"--jobs={job}")
+        ended = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
+        self.wait_for(lambda: self.cluster.shell(*queued) in ended, timeout)
+        self.wait_until_idle()
+        return self.cluster.job(job)["JobState"]
+
+    def wait_until_idle(self) -> None:
+        self.wait_for(lambda: {self.cluster.node_state(node) for node in NODES} == {"idle"})
+
+    def enter(self, node: str) -> tuple[str, ...]:
+        """Return the words that start a command on a node, in this process's group."""
+        return ("nsenter", f"--target={self.pids(node)[0]}", "--net", "--uts", "--mount")
+
+    def launch(self, name: str, *words: object, args: tuple = (), **env: object):
+        """Start a launch file on this machine; its output goes to the run's log."""
+        with (self.folder / f"{name}.log").open("a") as log:
+            return subprocess.Popen(
+                [str(word) for word in [*words, *self.flags(name, *args)]],
+                cwd=ROOT,
+                env=self.environment(name, **env),
+                stdout=log,
+                stderr=subprocess.STDOUT,
+            )
+
+    def log(self, name: str) -> str:
+        path = self.folder / f"{name}.log"
+        return path.read_text() if path.exists() else ""
+
+    def metrics(self, name: str) -> list[dict]:
+        path = self.folder / name
+        return read_metrics(path) if (path / "metrics.jsonl").exists() else []
+
+    def wait_for(self, what, timeout: float = 90) -> None:
+        deadline = time.monotonic() + timeout
+        while not what():
+            assert time.monotonic() < deadline, "it did not come in time"
+            time.sleep(0.1)
+
+    def wait_for_step(self, name: str, step: int) -> None:
+        """Wait until a run has logged a step; a test hits it then, between two checkpoints."""
+        self.wait_for(lambda: [m["step"] for m in self.metrics(name)][-1:] >= [step])
+
+    def pids(self, node: str) -> list[str]:
+        """Return all processes on a node, in the order of their start."""
+        return self.cluster.shell("ip", "netns", "pids", f"{self.cluster.name}-{node}").split()
+
+    def processes(self, node: str, words: str) -> list[int]:
+        """Return the processes on a node whose command line holds these words."""
+        found = []
+        for pid in self.pids(node):
+            try:
+                line = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
+            except OSError:
+                continue
+            if words in line and "python" in line.split()[0]:
+                found.append(int(pid))
+        return sorted(found)
+
+    def worker(self, node: str) -> int:
+        """Return the one process on a node that trains."""
+        agents = self.processes(node, "-m torch.distributed.run")
+        (pid,) = set(self.processes(node, "train_llm.py")) - set(agents)
+        return pid
+
+    def samples(self, name: str) -> dict[int, set[int]]:
+        """Return the samples of each step, over all processes that trained it."""
+        by_step = defaultdict(set)
+        for path in (self.folder / f"{name}.notes").iterdir():
+            for line in path.read_text().splitlines():
+                by_step[json.loads(line)["step"]] |= set(json.loads(line)["samples"])
+        return dict(by_step)
+
+    def hosts(self, name: str) -> list[str]:
+        """Return the host of each process that trained."""
+        paths = (self.folder / f"{name}.notes").iterdir()
+        return sorted(path.name.rpartition("-")[0] for path in paths)
+
+    def assert_same(self, name: str, reference: str, exact: bool) -> None:
+        """Every step once, with the right samples, and the losses of the reference."""
+        found, expected = self.metrics(name), self.metrics(reference)
+        assert [line["step"] for line in found] == list(range(1, STEPS + 1))
+        assert self.samples(name) == self.samples("straight")
+        for key in EXACT if exact else ("loss", "eval_loss"):
+            values = [[line[key] for line in run if key in line] for run in (found, expected)]
+            assert values[0] == (values[1] if exact else pytest.approx(values[1], rel=1e-5)), key
+
+
+@pytest.fixture(scope="module")
+def lab(cluster, tmp_path_factory) -> Lab:
+    """With two runs that nobody disturbs: chapter 1's, and chapter 3's on 2 ranks here."""
+    lab = Lab(cluster, tmp_path_factory.mktemp("lab"))
+    assert finish(start(lab.flags("alone"))) == 0
+    notes = lab.environment("straight")
+    ranks = Ranks(
+        2,
+        lab.flags("straight"),
+        chapter="03-multi-node",
+        plant=note_samples,
+        env={"NOTES": notes["NOTES"]},
+    )
+    assert ranks.finish() == [0, 0]
+    samples = lab.samples("straight")
+    assert sorted(samples) == list(range(1, STEPS + 1)) and {len(s) for s in samples.values()} == {
+        24
+    }
+    return lab
+
+
+def note_samples() -> None:
+    sys.orig_argv = ["python", "train_llm.py"]
+    exec((ROOT / "tests/hooks/sitecustomize.py").read_text(), {})
+
+
+# --- every launcher, on two nodes of two ranks ---
+
+
+def assert_two_by_two(lab: Lab, name: str) -> None:
+    lab.assert_same(name, "alone", exact=False)
+    assert lab.hosts(name) == ["node1", "node1", "node2", "node2"]
+    assert {line["slowest_host"] for line in lab.metrics(name)} <= set(NODES)
+    assert {line["slowest_rank"] for line in lab.metrics(name)} <= {0, 1, 2, 3}
+
+
+def test_same_losses_with_job_sbatch(lab):
+    """sbatch --wait, as a reader submits it; and what is left in the logs' folder."""
+    words = ["--wait", f"--output={lab.folder}/job.log", ROOT / JOB, *lab.flags("job")]
+    lab.sbatch(words, lab.environment("job"))
+    assert_two_by_two(lab, "job")
+    logs = sorted(lab.folder.glob("job/logs/*/*/attempt_0/*/stderr.log"))
+    assert [path.relative_to(lab.folder / "job/logs").parts[0] for path in logs] == [
+        *("node1", "node1", "node2", "node2")
+    ]
+    assert "[node1] [rank 0] step 24/24 | loss" in lab.log("job")
+
+
+def test_same_losses_with_job_srun_sbatch(lab):
+    """All tasks share a cache: one of them prepares the data."""
+    job = lab.submit(JOB_SRUN, "srun", HF_HOME=lab.folder / "shared")
+    assert lab.ends(job) == "COMPLETED", lab.log("srun")
+    assert_two_by_two(lab, "srun")
+    kept = (lab.folder / "shared/packed-blocks").iterdir()
+    assert sorted(path.suffix for path in kept) == ["", ".lock"]
+
+
+def test_same_losses_with_launch_mpirun(lab):
+    root = {"OMPI_ALLOW_RUN_AS_ROOT": 1, "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": 1}
+    env = {"HOSTS": "node1:2,node2:2", "SSH": f"ssh -F {lab.cluster.ssh_config}", **root}
+    process = lab.launch("mpi", "bash", "03-multi-node/launch_mpirun.sh", **env)
+    assert process.wait(90) == 0, lab.log("mpi")
+    assert_two_by_two(lab, "mpi")
+
+
+def test_same_losses_with_launch_torchrun(lab):
+    """The same line on both nodes; each has a cache of its own, and prepares the data once."""
+    words = ["bash", ROOT / "03-multi-node/launch_torchrun.sh"]
+    own = f"/run/cache-{os.getpid()}"  # each node has a /run
+    env = {"NNODES": 2, "HEAD": "node1:29400", "NPROC_PER_NODE": 2, "HF_HOME": own}
+    nodes = [lab.launch("torchrun", *lab.enter(node), *words, **env) for node in NODES]
+    assert [node.wait(90) for node in nodes] == [0, 0], lab.log("torchrun")
+    assert_two_by_two(lab, "torchrun")
+    for node in NODES:
+        kept = lab.cluster.run(node, "ls", f"{own}/packed-blocks").split()
+        assert sorted(Path(name).suffix for name in kept) == ["", ".lock"]
+
+
+def test_same_losses_with_launch_ssh(lab):
+    """start returns at once; tail shows what both nodes print; stop, and start goes on with it."""
+    hosts = lab.folder / "hosts"
+    hosts.write_text("node1  # the head\n\nnode2\n")
+    script = ("bash", "03-multi-node/launch_ssh.sh")
+    env = {"SSH": f"ssh -F {lab.cluster.ssh_config}", "NPROC_PER_NODE": 2, "PAUSE": 0.6}
+    assert lab.launch("ssh", *script, "start", hosts, **env).wait(30) == 0
+    lab.wait_for_step("ssh", 9)
+    tail = lab.launch("ssh", *script, "tail", hosts, **env)
+    lab.wait_for(lambda: re.search(r"^node1: \[.* step 1\d/24", lab.log("ssh"), re.MULTILINE))
+    tail.send_signal(signal.SIGTERM)
+    assert lab.launch("ssh", *script, "stop", hosts, **env).wait(30) == 0
+    assert lab.log("ssh").count("told to stop") == 2
+    lab.wait_for(lambda: not any(lab.processes(node, "train_llm.py") for node in NODES))
+    assert (lab.folder / "ssh/requeue").exists() and len(lab.metrics("ssh")) < STEPS
+    assert lab.launch("ssh", *script, "start", hosts, **env).wait(30) == 0
+    lab.wait_for(lambda: len(lab.metrics("ssh")) == STEPS)
+    lab.wait_for(lambda: not any(lab.processes(node, "train_llm.py") for node in NODES))
+    lab.assert_same("ssh", "alone", exact=False)
+    assert lab.hosts("ssh") == 4 * ["node1"] + 4 * ["node2"]
+
+
+# --- a run that is hit, on two nodes of one rank: bit by bit the run that was not ---
+
+
+def hit(lab: Lab, job: str, name: str, *options: str, **env: object) -> str:
+    """Submit a slow job of one rank on each node and wait for the middle of it."""
+    lab.wait_until_idle()
+    if job == JOB_SRUN:
+        options = ("--ntasks-per-node=1", *options)
+    number = lab.submit(job, name, options=options, NPROC_PER_NODE=1, PAUSE=PAUSE, **env)
+    lab.wait_for_step(name, 10)
+    return number
+
+
+def restarts(lab: Lab, job: str) -> int:
+    return int(lab.cluster.job(job)["Restarts"])
+
+
+@pytest.mark.parametrize("job", [JOB, JOB_SRUN], ids=["torchrun", "srun"])
+def test_signal_before_the_end(lab, job):
+    name = f"signal-{Path(job).stem}"
+    number = hit(lab, job, name)
+    lab.cluster.shell("scancel", "--signal=USR1", number)
+    assert lab.ends(number) == "COMPLETED", lab.log(name)
+    assert restarts(lab, number) == 1
+    stopped = int(re.search(r"Told to stop; saved after step (\d+)", lab.log(name))[1])
+    assert f"resumed after step {stopped} of {STEPS}" in lab.log(name), "nothing is trained twice"
+    assert not (lab.folder / name / "requeue").exists()
+    lab.assert_same(name, "straight", exact=True)
+
+
+def test_preempted(lab):
+    """A job of the partition `urgent` needs both nodes: the run saves, makes room, comes back."""
+    number = hit(lab, JOB, "preempted")
+    options = ("--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null")
+    urgent = lab.cluster.sbatch(*options, "--wrap=sleep 1")
+    lab.cluster.wait(urgent, "COMPLETED")
+    assert lab.ends(number) == "COMPLETED", lab.log("preempted")
+    assert restarts(lab, number) == 1
+    stopped = int(re.search(r"Told to stop; saved after step (\d+)", lab.log("preempted"))[1])
+    assert f"resumed after step {stopped} of {STEPS}" in lab.log("preempted")
+    lab.assert_same("preempted", "straight", exact=True)
+
+
+def test_kill_9_of_a_worker(lab):
+    """torchrun starts all ranks again, by itself."""
+    number = hit(lab, JOB, "worker")
+    os.kill(lab.worker("node2"), signal.SIGKILL)
+    assert lab.ends(number) == "COMPLETED", lab.log("worker")
+    assert restarts(lab, number) == 0
+    assert lab.hosts("worker") == ["node1", "node1", "node2", "node2"]
+    lab.assert_same("worker", "straight", exact=True)
+
+
+@pytest.mark.parametrize("node", NODES)
+def test_kill_9_of_a_launcher(lab, node):
+    """Its processes go with it, the step ends, and the job goes back to the queue."""
+    name = f"launcher-{node}"
+    number = hit(lab, JOB, name)
+    (agent,) = lab.processes(node, "-m torch.distributed.run")
+    worker = lab.worker(node)
+    os.kill(agent, signal.SIGKILL)
+    lab.wait_for(lambda: not Path(f"/proc/{worker}").exists(), timeout=5)
+    assert lab.ends(number) == "COMPLETED", lab.log(name)
+    assert restarts(lab, number) == 1
+    lab.assert_same(name, "straight", exact=True)
+
+
+def test_kill_9_of_a_task_of_srun(lab):
+    """Nobody starts it again: the job ends; it had come further, so it goes back to the queue."""
+    number = hit(lab, JOB_SRUN, "task")
+    os.kill(lab.worker("node2"), signal.SIGKILL)
+    assert lab.ends(number) == "COMPLETED", lab.log("task")
+    assert restarts(lab, number) == 1
+    lab.assert_same("task", "straight", exact=True)
+
+
+def test_cable_of_a_node_pulled(lab):
+    """Slurm misses the node and requeues the job, which goes on with the node that is left."""
+    number = hit(lab, JOB, "cable", "--nodes=1-2")
+    lab.cluster.cut("node2")
+    try:
+        assert lab.ends(number, timeout=150) == "COMPLETED", lab.log("cable")
+        assert restarts(lab, number) == 1
+        assert "24 sequences x 1 device" in lab.log("cable") or "x 1 device x" in lab.log("cable")
+        lab.assert_same("cable", "alone", exact=False)
+    finally:
+        lab.cluster.mend("node2")
+
+
+def test_cancelled_is_not_requeued(lab):
+    number = hit(lab, JOB, "cancelled")
+    lab.cluster.shell("scancel", number)
+    assert lab.ends(number) == "CANCELLED"
+    assert restarts(lab, number) == 0
+    assert "Told to stop; saved after step" in lab.log("cancelled"), "but nothing is lost"
+    lab.wait_until_idle()
+
+
+def test_bad_input_is_not_requeued(lab):
+    number = lab.submit(JOB, "bad", "--global-batch-size", 7, MAX_RESTARTS=0)
+    assert lab.ends(number) == "FAILED"
+    assert restarts(lab, number) == 0
+    assert "4 devices cannot share --global-batch-size 7 evenly" in lab.log("bad")
+
+
+def test_elastic(lab):
+    """Two nodes, one of them killed, later back: 24 sequences in every step, none of them twice."""
+    words = ["bash", ROOT / "03-multi-node/launch_torchrun.sh"]
+    env = {"NNODES": "1:2", "HEAD": "node1:29400", "NPROC_PER_NODE": 1, "PAUSE": 0.5}
+    env |= {"MAX_RESTARTS": 3, "LAST_CALL": 3}
+
+    def launch(node: str) -> subprocess.Popen:
+        return lab.launch("elastic", *lab.enter(node), *words, **env)
+
+    def worlds() -> list[str]:
+        return re.findall(r"x (\d) device.* = 24 sequences", lab.log("elastic"))
+
+    first, second = map(launch, NODES)
+    lab.wait_for_step("elastic", 6)
+    (agent,) = lab.processes("node2", "-m torch.distributed.run")
+    os.kill(agent, signal.SIGKILL)
+    lab.wait_for(lambda: worlds() == ["2", "1"])
+    back = launch("node2")
+    lab.wait_for(lambda: worlds() == ["2", "1", "2"])
+    assert [first.wait(90), back.wait(90)] == [0, 0], lab.log("elastic")
+    second.wait(10)
+    stopped = int(re.search(r"Told to stop; saved after step (\d+)", lab.log("elastic"))[1])
+    assert f"resumed after step {stopped} of {STEPS}" in lab.log("elastic"), "no step is lost"
+    lab.assert_same("elastic", "alone", exact=False)
+
+
+# --- planted bugs ---
+
+
+def plant_in_job(lab: Lab, right: str, wrong: str) -> Path:
+    """Return a folder of job files in which a text is replaced, beside the real scripts."""
+    folder = ROOT / "03-multi-node"
+    source = (folder / "job.sbatch").read_text()
+    assert source.count(right) == 1, right
+    path = folder / "planted.sbatch"
+    path.write_text(source.replace(right, wrong))
+    return path
+
+
+@pytest.fixture
+def planted(lab):
+    yield lambda right, wrong: plant_in_job(lab, right, wrong)
+    (ROOT / "03-multi-node/planted.sbatch").unlink()
+
+
+@pytest.mark.slow
+def test_planted_name_with_the_time_begins_anew(lab, planted):
+    job = planted('NAME="job-$SLURM_JOB_ID"', 'NAME="job-$(date +%s)"')
+    assert job.exists()
+    name = "timed"
+    words = [f"--output={lab.folder}/{name}.log", job, *lab.flags(name)[2:]]
+    env = lab.environment(name, NPROC_PER_NODE=1, PAUSE=PAUSE)
+    number = lab.sbatch(words, env)
+    lab.wait_for(lambda: "step 10/24" in lab.log(name))
+    lab.cluster.shell("scancel", "--signal=USR1", number)
+    lab.wait_for(lambda: lab.log(name).count("the run's folder is") == 2)
+    folders = re.findall(r"the run's folder is (\S+);", lab.log(name))
+    assert len(set(folders)) == 2 and "resumed" not in lab.log(name)
+    lab.cluster.shell("scancel", number)
+    lab.wait_until_idle()
+
+
+@pytest.mark.slow
+def test_planted_torchrun_that_hears_the_signal_ends_without_saving(lab, planted):
+    job = planted('trap "" USR1; ', "")
+    name = "hears"
+    words = [f"--output={lab.folder}/{name}.log", job, *lab.flags(name)]
+    env = lab.environment(name, NPROC_PER_NODE=1, PAUSE=PAUSE)
+    number = lab.sbatch(words, env)
+    lab.wait_for_step(name, 10)
+    lab.cluster.shell("scancel", "--signal=USR1", number)
+    lab.wait_for(lambda: "The run goes on when" in lab.log(name))
+    assert "Told to stop" not in lab.log(name)
+    lab.cluster.shell("scancel", number)
+    lab.wait_until_idle()

@@ -1,0 +1,227 @@
+"""A run that is told to stop saves on all ranks and goes on as if nobody had disturbed it."""
+
+import functools
+import multiprocessing
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import CHAPTERS, ROOT, TORCHRUN, read_metrics, wait_for_file
+from runner import Ranks, after_steps, finish, start
+from test_parity import plant
+from test_resume import STEPS, make_flags
+from test_resume_ranks import assert_exact, children, newest_step
+
+from common import cli, tracker
+from common.launch import REQUEUE_STATUS
+
+STOPPING = CHAPTERS[2:]
+TERM, USR1 = int(signal.SIGTERM), int(signal.SIGUSR1)
+# Ranks agree on a stop at steps that are logged. These are other ones than those with a checkpoint,
+# so that a part of the loss that is logged next is in a checkpoint.
+LOG_EVERY, SAVE_EVERY = 7, 5
+SIGNAL_AFTER = 3  # steps of each process: in the middle between two log lines
+# The signals of rank 0 and of rank 1, in each start of a run but the last.
+STOPS = [
+    ([USR1], []),
+    ([], [USR1]),
+    ([TERM, TERM], []),
+    ([], [TERM]),
+    ([TERM], [TERM]),
+]
+
+
+class Runs:
+    """Runs of a chapter on 2 ranks in one folder; a run that stops is started again by its name."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.flags = [*make_flags(folder), "--log-freq", LOG_EVERY, "--ckpt-freq", SAVE_EVERY]
+
+    def start(self, chapter: str | Path, name: str, *args: object, signals=(), **options) -> list:
+        """Start a run until it ends or stops; return the exit statuses."""
+        own = {
+            "samples_file": [str(self.folder / f"{name}-{rank}.samples") for rank in range(2)],
+            "stderr_file": [str(self.folder / f"{name}-{rank}.stderr") for rank in range(2)],
+            "signals_after_steps": [(SIGNAL_AFTER, list(each)) for each in signals] or None,
+        }
+        arguments = [*self.flags, "--save-dir", self.folder, "-e", name, *args]
+        return Ranks(2, arguments, chapter=chapter, **{**own, **options}).finish()
+
+    def said(self, name: str, rank: int) -> str:
+        return (self.folder / f"{name}-{rank}.stderr").read_text()
+
+    def samples(self, name: str, rank: int) -> list[str]:
+        return (self.folder / f"{name}-{rank}.samples").read_text().splitlines()
+
+    def assert_stopped(self, name: str, statuses: list[int], step: int) -> None:
+        """All ranks have saved after this step, rank 0 has said so, and both ask for a requeue."""
+        same = statuses == [REQUEUE_STATUS] * 2
+        assert same, f"the statuses are {statuses}"
+        saved = newest_step(self.folder / name)
+        assert saved == step, f"the checkpoint is of step {saved}"
+        assert (self.folder / name / "requeue").exists(), "the file is missing"
+        last = self.said(name, 0).splitlines()[-1]
+        opening = f"Told to stop; saved after step {step}; to go on with it after a stop: "
+        assert last.startswith(opening) and f"-e {name}" in last, "the last line is another"
+        assert self.said(name, 1) == "", "rank 1 speaks"
+        assert read_metrics(self.folder / name)[-1]["step"] == step, "another step is logged"
+
+    def assert_undisturbed(self, name: str, straight: str) -> None:
+        """Bit by bit the same numbers, tensors and samples as in a run that nobody stopped."""
+        assert_exact(self.folder / straight, self.folder / name)
+        steps = [[line["step"] for line in read_metrics(self.folder / n)] for n in (straight, name)]
+        assert steps[0] == steps[1]
+        for rank in range(2):
+            samples = self.samples(name, rank)
+            assert samples == self.samples(straight, rank) and len(samples) == STEPS
+        assert not (self.folder / name / "requeue").exists()
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> Runs:
+    return Runs(tmp_path_factory.mktemp("runs"))
+
+
+@pytest.fixture(scope="module", params=STOPPING)
+def chapter(request, runs) -> str:
+    """The chapter, which has trained without a stop in the run of its name."""
+    assert runs.start(request.param, request.param) == [0, 0]
+    assert read_metrics(runs.folder / request.param)[-1]["epoch"] >= 2
+    return request.param
+
+
+def test_stopped_and_stopped_again(runs, chapter):
+    """Either signal, to either rank or to both, once or twice: all ranks save at the same step."""
+    name = f"{chapter}-stopped"
+    for number, signals in enumerate(STOPS):
+        statuses = runs.start(chapter, name, signals=signals)
+        runs.assert_stopped(name, statuses, LOG_EVERY * (number + 1))
+        assert (f"resumed after step {LOG_EVERY * number} of" in runs.said(name, 0)) == (number > 0)
+    # No later step is logged but the last one, which ends the run.
+    assert runs.start(chapter, name, signals=([USR1], [TERM])) == [0, 0]
+    said = runs.said(name, 0)
+    assert "Told to stop" not in said and f"step {STEPS}/{STEPS} |" in said
+    runs.assert_undisturbed(name, chapter)
+
+
+# What is replaced in the script, and the check that must be red.
+BUGS = {
+    "no agreement": ("            dist.all_reduce(warned)\n", "", "the statuses are"),
+    "no save": (" or last or stop:", " or last:", "the checkpoint is of step 5"),
+    "each rank leaves by itself": ("stop_signals.append(received)", "sys.exit(75)", "the statuses"),
+    "no file": ("= launch.ask_for_requeue(", "= (lambda *_: 75)(", "the file is missing"),
+}
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_planted_bug_is_noticed(runs, tmp_path, bug):
+    right, wrong, red = BUGS[bug]
+    chapter = plant(STOPPING[0], tmp_path / "chapter", [(right, wrong)])
+    name = bug.replace(" ", "-")
+    options = {"signals": ([], [TERM]), "plant": speak_at_once}
+    statuses = runs.start(chapter, name, "--dist-timeout", 3, **options)
+    with pytest.raises(AssertionError, match=f"^{red}"):
+        runs.assert_stopped(name, statuses, LOG_EVERY)
+
+
+def speak_at_once() -> None:
+    """A rank that fails waits for rank 0 to speak first; here nothing would end it meanwhile."""
+    cli.HEAD_START_S = 0.0
+
+
+@pytest.mark.parametrize("chapter", STOPPING)
+def test_alone(runs, chapter, tmp_path):
+    arguments = [*runs.flags, "--save-dir", tmp_path, "-e", "run"]
+    options = {"chapter": chapter, "stderr_file": str(tmp_path / "stderr")}
+    stopped = start(arguments, signals_after_steps=(SIGNAL_AFTER, [USR1]), **options)
+    assert finish(stopped) == REQUEUE_STATUS
+    assert newest_step(tmp_path / "run") == LOG_EVERY
+    assert f"saved after step {LOG_EVERY}; " in (tmp_path / "stderr").read_text().splitlines()[-1]
+    assert finish(start(arguments, **options)) == 0
+    assert read_metrics(tmp_path / "run")[-1]["step"] == STEPS
+
+
+def signal_the_family(rank: int, catch: bool = True) -> None:
+    """SIGTERM to this rank and to all processes that it has started, as Slurm and torchrun do.
+
+    wandb's own is one, and those that prepare data are others. catch: whether a run goes on without
+    wandb's, or as a planted bug does not.
+    """
+    # What Ranks starts would start others from a server, as Python does from 3.14 on.
+    multiprocessing.set_start_method("fork", force=True)
+    if int(os.environ["RANK"]) == rank:
+        after_steps(SIGNAL_AFTER, send_to_family)
+    if not catch:
+        tracker.ConnectionError = ZeroDivisionError
+
+
+def send_to_family() -> None:
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])
+        except OSError:
+            continue
+        if parent == os.getpid():
+            os.kill(int(process.name), signal.SIGTERM)
+    time.sleep(0.5)  # they are gone
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_the_process_of_wandb_is_stopped_too(runs, chapter, tmp_path):
+    name = f"{chapter}-wandb"
+    offline = {"WANDB_MODE": "offline", "HOME": tmp_path}
+    options = {"plant": functools.partial(signal_the_family, 0), "env": offline}
+    statuses = runs.start(chapter, name, **options)
+    runs.assert_stopped(name, statuses, LOG_EVERY)
+    assert runs.said(name, 0).count("wandb's own process has ended") == 1
+    assert runs.start(chapter, name, env=offline) == [0, 0]
+    assert "wandb's own process has ended" not in runs.said(name, 0)
+    runs.assert_undisturbed(name, chapter)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_a_run_that_ends_with_wandb_is_noticed(runs, tmp_path):
+    offline = {"WANDB_MODE": "offline", "HOME": tmp_path}
+    options = {"plant": functools.partial(signal_the_family, 0, catch=False), "env": offline}
+    statuses = runs.start(STOPPING[0], "ends-with-wandb", "--dist-timeout", 3, **options)
+    with pytest.raises(AssertionError, match=r"^the statuses"):
+        runs.assert_stopped("ends-with-wandb", statuses, LOG_EVERY)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_the_processes_that_prepare_data_are_told_too(runs, chapter):
+    name = f"{chapter}-workers"
+    family = functools.partial(signal_the_family, 1)
+    statuses = runs.start(chapter, name, "--num-workers", 1, plant=family)
+    runs.assert_stopped(name, statuses, LOG_EVERY)
+    assert runs.start(chapter, name) == [0, 0]
+    assert_exact(runs.folder / chapter, runs.folder / name)
+
+
+@pytest.mark.parametrize("chapter", STOPPING)
+def test_torchrun_does_not_start_it_again(runs, chapter, tmp_path):
+    """To torchrun, any status but 0 is a failure, and it has a restart left."""
+    run_dir = tmp_path / "run"
+    arguments = [*runs.flags, "--save-dir", tmp_path, "-e", "run", "--max-steps", 10**5]
+    command = [*TORCHRUN, 2, "--max-restarts", 1, f"{chapter}/train_llm.py", *arguments]
+    agent = subprocess.Popen(
+        [sys.executable, *map(str, command)], cwd=ROOT, stderr=subprocess.PIPE, text=True
+    )
+    try:
+        wait_for_file(run_dir / "state.json", lambda: agent.poll() is None)
+        os.kill(children(agent.pid)[1], signal.SIGTERM)
+        _, said = agent.communicate(timeout=60)
+    finally:
+        agent.kill()
+    assert agent.returncode == 0, said
+    (step,) = re.findall(r"^Told to stop; saved after step (\d+); ", said, re.MULTILINE)
+    assert int(step) == newest_step(run_dir) and int(step) % LOG_EVERY == 0
+    assert "resumed after step" not in said and (run_dir / "requeue").exists()
