@@ -14,6 +14,9 @@
 # LAST_CALL       with MIN:MAX, seconds that MIN nodes wait for more of them
 # PYTHON          the interpreter, if not the one of the active environment or of .venv
 set -euo pipefail
+# Slurm's warning goes to all processes. torchrun would die of it, but ignores what was ignored when
+# it started; the training script listens.
+trap "" USR1
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
 # The environment that `make train` sets up, or the one that is active.

@@ -7,6 +7,7 @@ What each process trains on is noted by tests/hooks/sitecustomize.py.
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -80,15 +81,16 @@ class Lab:
         queued = ("squeue", "--noheader", "--states=all", "--format=%T", f"--jobs={job}")
         ended = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
         self.wait_for(lambda: self.cluster.shell(*queued) in ended, timeout)
-        self.wait_until_idle()
         return self.cluster.job(job)["JobState"]
 
     def wait_until_idle(self) -> None:
         self.wait_for(lambda: {self.cluster.node_state(node) for node in NODES} == {"idle"})
 
     def enter(self, node: str) -> tuple[str, ...]:
-        """Return the words that start a command on a node, in this process's group."""
-        return ("nsenter", f"--target={self.pids(node)[0]}", "--net", "--uts", "--mount")
+        """Return the words that start a command on a node, with the node's network, name, files."""
+        here = Path("/proc/self/ns/mnt").readlink()
+        own = [pid for pid in self.pids(node) if Path(f"/proc/{pid}/ns/mnt").readlink() != here]
+        return ("nsenter", f"--target={own[0]}", "--net", "--uts", "--mount")
 
     def launch(self, name: str, *words: object, args: tuple = (), **env: object):
         """Start a launch file on this machine; its output goes to the run's log."""
@@ -232,13 +234,14 @@ def test_same_losses_with_launch_mpirun(lab):
 def test_same_losses_with_launch_torchrun(lab):
     """The same line on both nodes; each has a cache of its own, and prepares the data once."""
     words = ["bash", ROOT / "03-multi-node/launch_torchrun.sh"]
-    own = f"/run/cache-{os.getpid()}"  # each node has a /run
+    own = "/run/cache"  # each node has a /run
     env = {"NNODES": 2, "HEAD": "node1:29400", "NPROC_PER_NODE": 2, "HF_HOME": own}
-    nodes = [lab.launch("torchrun", *lab.enter(node), *words, **env) for node in NODES]
+    enter = [lab.enter(node) for node in NODES]
+    nodes = [lab.launch("torchrun", *node, *words, **env) for node in enter]
     assert [node.wait(90) for node in nodes] == [0, 0], lab.log("torchrun")
     assert_two_by_two(lab, "torchrun")
-    for node in NODES:
-        kept = lab.cluster.run(node, "ls", f"{own}/packed-blocks").split()
+    for node in enter:
+        kept = lab.cluster.shell(*node, "ls", f"{own}/packed-blocks").split()
         assert sorted(Path(name).suffix for name in kept) == ["", ".lock"]
 
 
@@ -351,6 +354,7 @@ def test_cable_of_a_node_pulled(lab):
         lab.assert_same("cable", "alone", exact=False)
     finally:
         lab.cluster.mend("node2")
+        lab.wait_until_idle()
 
 
 def test_cancelled_is_not_requeued(lab):
@@ -398,26 +402,28 @@ def test_elastic(lab):
 # --- planted bugs ---
 
 
-def plant_in_job(lab: Lab, right: str, wrong: str) -> Path:
-    """Return a folder of job files in which a text is replaced, beside the real scripts."""
-    folder = ROOT / "03-multi-node"
-    source = (folder / "job.sbatch").read_text()
-    assert source.count(right) == 1, right
-    path = folder / "planted.sbatch"
-    path.write_text(source.replace(right, wrong))
-    return path
-
-
 @pytest.fixture
-def planted(lab):
-    yield lambda right, wrong: plant_in_job(lab, right, wrong)
-    (ROOT / "03-multi-node/planted.sbatch").unlink()
+def planted(tmp_path):
+    """Return a function that replaces texts in the launch files of a copy of the repository."""
+
+    def plant(**replaced: tuple[str, str]) -> Path:
+        for name in ("03-multi-node", "common", ".venv"):
+            if (ROOT / name).exists():
+                (tmp_path / name).symlink_to(ROOT / name)
+        (tmp_path / "03-multi-node").unlink()
+        shutil.copytree(ROOT / "03-multi-node", tmp_path / "03-multi-node")
+        for name, (right, wrong) in replaced.items():
+            (path,) = (tmp_path / "03-multi-node").glob(f"{name}.*")
+            assert path.read_text().count(right) == 1, right
+            path.write_text(path.read_text().replace(right, wrong))
+        return tmp_path / JOB
+
+    return plant
 
 
 @pytest.mark.slow
 def test_planted_name_with_the_time_begins_anew(lab, planted):
-    job = planted('NAME="job-$SLURM_JOB_ID"', 'NAME="job-$(date +%s)"')
-    assert job.exists()
+    job = planted(job=('NAME="job-$SLURM_JOB_ID"', 'NAME="job-$(date +%s)"'))
     name = "timed"
     words = [f"--output={lab.folder}/{name}.log", job, *lab.flags(name)[2:]]
     env = lab.environment(name, NPROC_PER_NODE=1, PAUSE=PAUSE)
@@ -433,7 +439,7 @@ def test_planted_name_with_the_time_begins_anew(lab, planted):
 
 @pytest.mark.slow
 def test_planted_torchrun_that_hears_the_signal_ends_without_saving(lab, planted):
-    job = planted('trap "" USR1; ', "")
+    job = planted(launch_torchrun=('trap "" USR1', "true"))
     name = "hears"
     words = [f"--output={lab.folder}/{name}.log", job, *lab.flags(name)]
     env = lab.environment(name, NPROC_PER_NODE=1, PAUSE=PAUSE)
