@@ -38,6 +38,7 @@ export PYTHON
 export NNODES=${NNODES:-${#HOSTS[@]}} HEAD=${HEAD:-${HOSTS[0]}:${PORT:-29400}}
 PLAN=$("$PYTHON" -m common.plan "$@")
 { read -r NAME && read -r SAVE_DIR; } <<<"$PLAN"
+[[ " $*" == *" -e"* || " $*" == *" --experiment-name"* ]] || set -- -e "$NAME" "$@"
 LOGS="$(realpath -m "$SAVE_DIR/$NAME/logs")"
 export LAUNCH_COMMAND="bash 03-multi-node/launch_ssh.sh start HOSTS_FILE"
 
@@ -63,7 +64,7 @@ start)
         on "$HOST" env "${VARIABLES[@]}" bash -c '
             LOG=$1; shift
             setsid nohup bash 03-multi-node/launch_torchrun.sh "$@" >>"$LOG.log" 2>&1 </dev/null &
-            echo $! >"$LOG.pid"' start "$LOGS/$HOST" -e "$NAME" "$@"
+            echo $! >"$LOG.pid"' start "$LOGS/$HOST" "$@"
         echo "$HOST: started; it writes to $LOGS/$HOST.log"
     done
     ;;

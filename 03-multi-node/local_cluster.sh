@@ -42,8 +42,9 @@ check_machine() {
     done
     ((${#missing[@]} == 0)) ||
         refuse "Not found: ${missing[*]}. To install: apt-get install $PACKAGES"
-    [[ "$DIR $NAME" =~ ^/[a-zA-Z0-9/._-]+\ [a-z]{1,9}$ && -d "$(dirname "$DIR")" ]] ||
-        refuse "LOCAL_CLUSTER_DIR must be a plain path, LOCAL_CLUSTER_NAME at most nine letters."
+    [[ "$DIR $NAME $NETWORK" =~ ^/[a-zA-Z0-9/._-]+\ [a-z]{1,9}\ [0-9]+(\.[0-9]+){2}$ &&
+        -d "$(dirname "$DIR")" ]] ||
+        refuse "LOCAL_CLUSTER_DIR, _NAME, _NETWORK must be like /run/local-cluster, lab, 10.77.0."
 }
 
 check_free() {
@@ -53,8 +54,9 @@ check_free() {
     routes=$("${show[@]}" root "$NETWORK.0/24" && "${show[@]}" match "$NETWORK.0/24")
     ! grep -qvE '^(default |0\.0\.0\.0/1 |$)' <<<"$routes" ||
         refuse "$NETWORK.0/24 is in use on this machine: choose another LOCAL_CLUSTER_NETWORK."
-    [[ ! -e "/run/netns/$NAME-switch" && ! -e "/sys/class/net/${NAME}0" ]] ||
+    if [[ -e "/run/netns/$NAME-switch" ]] || ip link show "${NAME}0" >/dev/null 2>&1; then
         refuse "The name $NAME is in use on this machine: choose another LOCAL_CLUSTER_NAME."
+    fi
 }
 
 write_files() {
@@ -129,7 +131,8 @@ JobRequeue=1
 KillWait=20
 
 # A job in urgent takes the nodes of jobs in main. Their steps get SIGTERM. A job that ends then is
-# done, unless it requeues itself; others are killed 30 to 60 seconds later, and requeued.
+# done, unless it requeues itself. Others get SIGTERM again 30 to 60 seconds later, SIGKILL after
+# KillWait, and are requeued.
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 
@@ -209,13 +212,13 @@ clean_up() {
         while mapfile -t pids < <(processes "$host") && ((${#pids[@]} && SECONDS < deadline)); do
             kill -KILL "${pids[@]}" 2>/dev/null || true
         done
-        ip netns delete "$NAME-$host"
+        ip netns delete "$NAME-$host" || true
     done
     ip link delete "${NAME}0" 2>/dev/null || true
     # `ip netns add` makes this folder and mounts it on itself: the last one out removes it.
     if [[ -d /run/netns && -z "$(ls /run/netns)" ]]; then
         umount -n /run/netns 2>/dev/null || true
-        rmdir /run/netns
+        rmdir /run/netns || true
     fi
     rm -rf "$DIR"
 }
@@ -283,9 +286,12 @@ END
 status() {
     is_up || { echo "No cluster is up." && exit 1; }
     export SLURM_CONF=$DIR/slurm.conf
-    local node address state
-    sinfo -h -N -p main -o "%N %o %T" | while read -r node address state; do
-        echo "$node  $address  $state  $(reachable "$address" || echo "not ")reachable"
+    local line name address state
+    # Not sinfo, which can take a node that is lost for one that still works on its job.
+    scontrol --oneliner show nodes | while read -r line; do
+        [[ "$line" =~ NodeName=([^ ]+)\ .*NodeAddr=([^ ]+)\ .*\ State=([^ ]+) ]]
+        name=${BASH_REMATCH[1]} address=${BASH_REMATCH[2]} state=${BASH_REMATCH[3],,}
+        echo "$name  $address  $state  $(reachable "$address" || echo "not ")reachable"
     done
     squeue
 }
@@ -299,7 +305,7 @@ down() {
 
 VERB=${1:-}
 NODES=${2:-2}
-[[ "$VERB" =~ ^(up|status|down)$ ]] ||
+[[ "$VERB" =~ ^(up|status|down)$ && $# -le 2 ]] ||
     refuse "Say what to do: local_cluster.sh up [NODES], status or down."
 [[ "$NODES" =~ ^[1-9]$ ]] || refuse "NODES must be a number from 1 to 9, not '$NODES'."
 check_machine

@@ -24,7 +24,6 @@ class Cluster:
         self.name, self.network = name, network
         self.within = [str(part) for part in within]
         self.folder = Path(f"/run/{name}-cluster")
-        self.ssh_config = self.folder / "ssh_config"
         outer = {key: value for key, value in os.environ.items() if not key.startswith("SLURM_")}
         self.env = {
             **outer,
@@ -33,6 +32,11 @@ class Cluster:
             "LOCAL_CLUSTER_NETWORK": network,
             "SLURM_CONF": str(self.folder / "slurm.conf"),
         }
+
+    @property
+    def ssh_config(self) -> Path:
+        """What `ssh -F` needs to reach the nodes."""
+        return self.folder / "ssh_config"
 
     def script(self, *args: object, **env: str) -> subprocess.CompletedProcess:
         """Run `local_cluster.sh ARGS`, with these variables too."""
@@ -80,15 +84,19 @@ class Cluster:
         return self.job(job)
 
     def node_state(self, node: str) -> str:
-        """Return idle, mixed, allocated, down*, ..."""
-        return self.shell("sinfo", "-h", "-n", node, "-p", "main", "-o", "%T")
+        """Return idle, mixed, allocated, down+not_responding, ...
+
+        sinfo can show a lost node as mixed for as long as nothing else happens on it.
+        """
+        shown = self.shell("scontrol", "show", "--oneliner", "node", node)
+        return re.search(r" State=(\S+)", shown)[1].lower()
 
     def cut(self, node: str) -> None:
         """Pull a node's cable: its processes live on, but nothing reaches them."""
         self.shell("ip", "-n", f"{self.name}-switch", "link", "set", node, "down")
 
     def mend(self, node: str) -> None:
-        """Plug it in again. A node that Slurm took for lost is idle some 20 seconds later."""
+        """Plug it in again. Slurm asks a node that it took for lost within about 20 seconds."""
         self.shell("ip", "-n", f"{self.name}-switch", "link", "set", node, "up")
 
     @staticmethod

@@ -100,11 +100,12 @@ def test_lost_node_is_noticed_and_serves_again_when_it_is_back(cluster, tmp_path
     cluster.wait(job, "RUNNING")
     cluster.cut("node2")
     try:
-        cluster.until(lambda: cluster.node_state("node2") == "down*", "node2 is lost", 40)
+        lost = "down+not_responding"
+        cluster.until(lambda: cluster.node_state("node2") == lost, "node2 is lost", 40)
         assert cluster.node_state("node1") == "idle"
         assert cluster.job(job)["Restarts"] == "1"
         lines = cluster.script("status").stdout.splitlines()
-        assert lines[1].split(maxsplit=2)[2] == "down*  not reachable"
+        assert lines[1].split(maxsplit=2)[2] == f"{lost}  not reachable"
     finally:
         cluster.mend("node2")
     cluster.until(lambda: cluster.node_state("node2") in ("idle", "mixed"), "node2 is back", 60)
@@ -262,6 +263,14 @@ def test_up_goes_over_what_a_crash_has_left(machine):
     assert machine.footprint() == before
 
 
+def test_ssh_where_the_account_of_root_is_locked(machine, tmp_path):
+    locked = tmp_path / "shadow"
+    locked.write_text("root:!:::::::\n")
+    machine.shell("mount", "-n", "--bind", locked, "/etc/shadow")
+    machine.up(1)
+    assert machine.run("node1", "hostname") == "node1"
+
+
 # --- bad input: one sentence, status 2, nothing done ---
 
 
@@ -276,6 +285,7 @@ def refusal(result: subprocess.CompletedProcess) -> str:
     [
         ([], "Say what to do: local_cluster.sh up [NODES], status or down."),
         (["start"], "Say what to do: local_cluster.sh up [NODES], status or down."),
+        (["down", "2", "3"], "Say what to do: local_cluster.sh up [NODES], status or down."),
         (["up", "two"], "NODES must be a number from 1 to 9, not 'two'."),
         (["up", "0"], "NODES must be a number from 1 to 9, not '0'."),
         (["up", "10"], "NODES must be a number from 1 to 9, not '10'."),
@@ -321,11 +331,18 @@ def test_folder_of_something_else_is_kept(machine, tmp_path):
 
 
 @pytest.mark.parametrize(
-    "setting", [{"LOCAL_CLUSTER_DIR": "here"}, {"LOCAL_CLUSTER_NAME": "much-too-long"}]
+    "setting",
+    [
+        {"LOCAL_CLUSTER_DIR": "here"},
+        {"LOCAL_CLUSTER_DIR": "/no/such/folder"},
+        {"LOCAL_CLUSTER_NAME": "much-too-long"},
+        {"LOCAL_CLUSTER_NETWORK": "10.77.0.0/24"},
+    ],
 )
 def test_bad_settings(machine, setting):
-    sentence = "LOCAL_CLUSTER_DIR must be a plain path, LOCAL_CLUSTER_NAME at most nine letters."
-    assert refusal(machine.script("up", **setting)) == sentence
+    assert refusal(machine.script("up", **setting)) == (
+        "LOCAL_CLUSTER_DIR, _NAME, _NETWORK must be like /run/local-cluster, lab, 10.77.0."
+    )
 
 
 def script_from_stdin(**options: object) -> subprocess.CompletedProcess:
