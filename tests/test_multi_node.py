@@ -7,6 +7,7 @@ What each process trains on is noted by tests/hooks/sitecustomize.py.
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -16,6 +17,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
+import test_pages
 from cluster import Cluster
 from conftest import ROOT, read_metrics
 from runner import Ranks, finish, start
@@ -399,24 +401,88 @@ def test_elastic(lab):
     lab.assert_same("elastic", "alone", exact=False)
 
 
+# --- the page ---
+
+
+@pytest.fixture
+def copy(tmp_path) -> Path:
+    """A folder with the chapter and what it needs."""
+    folder = tmp_path / "copy"
+    shutil.copytree(ROOT / "03-multi-node", folder / "03-multi-node")
+    for name in ("common", ".venv"):
+        if (ROOT / name).exists():
+            (folder / name).symlink_to(ROOT / name)
+    return folder
+
+
+@pytest.mark.slow
+def test_commands_of_the_slurm_page(cluster, copy, tmp_path):
+    """All that a reader types on a cluster of their own, in that order, in one shell.
+
+    Jobs are short and slow here, and before each command the run comes a step further; what would
+    not end by itself is ended.
+    """
+    blocks = test_pages.blocks((ROOT / "03-multi-node/slurm.md").read_text(), "bash")
+    commands = [
+        line for needs, text in blocks if needs == "local_cluster" for line in text.split("\n")
+    ]
+    run = copy / "outputs/my-run"
+    lines = ["set -euo pipefail", f"cd {copy}"]
+    for command in filter(None, commands):
+        if command.startswith("apt-get"):
+            continue  # the machine has them: the fixture has looked
+        if command.startswith("tail"):
+            # The log comes with the job's first step.
+            lines += [f"until [[ -s {run}/metrics.jsonl ]]; do sleep 0.2; done"]
+            command = f"timeout 1 {command} || [[ $? == 124 ]]"
+        elif "job.sbatch" in command:
+            lines += ['until [[ -z "$(squeue -h)" ]]; do sleep 0.2; done']
+            command += " --max-steps 60 --log-freq 1"
+        elif re.match("scancel|sbatch|ip", command):
+            lines += [f"STEP=$(wc -l <{run}/metrics.jsonl)"]
+            lines += [f"until (($(wc -l <{run}/metrics.jsonl) > STEP + 2)); do sleep 0.1; done"]
+            command = command.replace("sleep 60", "sleep 1")
+        elif command.endswith(" down"):
+            lines += ['until [[ -z "$(squeue -h)" ]]; do sleep 0.2; done']
+            lines += ["scontrol show job 1 | grep -o Restarts=.*"]
+        lines += [f"echo {shlex.quote('$ ' + command)}", command]
+    env = {key: value for key, value in os.environ.items() if not key.startswith("SLURM")}
+    hook = {"PYTHONPATH": f"{ROOT / 'tests/hooks'}:{ROOT}", "NOTES": str(tmp_path), "PAUSE": "0.4"}
+    script = ROOT / "03-multi-node/local_cluster.sh"
+    if subprocess.run(["bash", script, "status"], capture_output=True).returncode == 0:
+        pytest.skip("a local cluster is up already: it is not this test's to take down")
+    try:
+        done = subprocess.run(
+            ["bash", "-c", "\n".join(lines)],
+            env={**env, **hook, "NPROC_PER_NODE": "1"},
+            capture_output=True,
+            text=True,
+            timeout=400,
+        )
+    finally:
+        subprocess.run(["bash", script, "down"], check=True)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "node2" in done.stdout and "Restarts=2 " in done.stdout
+    steps = [
+        [line["step"] for line in read_metrics(run.with_name(name))]
+        for name in (run.name, "one-or-two")
+    ]
+    assert steps == [list(range(1, 61))] * 2
+
+
 # --- planted bugs ---
 
 
 @pytest.fixture
-def planted(tmp_path):
+def planted(copy):
     """Return a function that replaces texts in the launch files of a copy of the repository."""
 
     def plant(**replaced: tuple[str, str]) -> Path:
-        for name in ("03-multi-node", "common", ".venv"):
-            if (ROOT / name).exists():
-                (tmp_path / name).symlink_to(ROOT / name)
-        (tmp_path / "03-multi-node").unlink()
-        shutil.copytree(ROOT / "03-multi-node", tmp_path / "03-multi-node")
         for name, (right, wrong) in replaced.items():
-            (path,) = (tmp_path / "03-multi-node").glob(f"{name}.*")
+            (path,) = (copy / "03-multi-node").glob(f"{name}.*")
             assert path.read_text().count(right) == 1, right
             path.write_text(path.read_text().replace(right, wrong))
-        return tmp_path / JOB
+        return copy / JOB
 
     return plant
 

@@ -2,7 +2,7 @@
 
 A rule takes a page's path and its text and returns its complaints; below, planted rot turns each of
 them red. A block of commands is marked by what it needs beyond this machine: ```bash gpu, cluster
-or hub. All others are run.
+or hub. All others are run, those marked local_cluster by test_multi_node.py.
 """
 
 import ast
@@ -31,7 +31,7 @@ HEADINGS = [
     *("What you learn", "Run it", "What changes", "How it works", "What it costs"),
     *("When it breaks", "Exercises", "Next"),
 ]
-NEEDS = {"gpu", "cluster", "hub"}
+NEEDS = {"gpu", "cluster", "local_cluster", "hub"}
 LANGUAGES = (["bash"], ["diff"], ["text"], ["python"], ["mermaid"])
 
 
