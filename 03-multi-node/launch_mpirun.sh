@@ -14,9 +14,9 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-# The environment that `make train` sets up, or the one that is active; at the same place everywhere.
-PYTHON=$(command -v python || true)
-if [[ -z "${VIRTUAL_ENV:-}" && -x .venv/bin/python ]]; then
+# The environment that `make train` sets up, or the active one; at the same path on all hosts.
+PYTHON=$(command -v "${PYTHON:-python}" || true)
+if [[ "${PYTHON##*/}" == python && -z "${VIRTUAL_ENV:-}" && -x .venv/bin/python ]]; then
     PYTHON=$PWD/.venv/bin/python
 fi
 
@@ -42,13 +42,14 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$THREADS}"
 export LAUNCH_COMMAND="HOSTS=$HOSTS bash 03-multi-node/launch_mpirun.sh"
 
 # mpirun hands on only the variables that are named.
-NAMES="PYTHONPATH|(MASTER|OMP|HF|WANDB|NCCL|GLOO|TORCH|CUDA|LAUNCH)_.*${FORWARD:+|${FORWARD// /|}}"
+NAMES="PYTHONPATH|(MASTER|OMP|HF|WANDB|NCCL|GLOO|TORCH|PYTORCH|CUDA|LAUNCH)_.*"
+NAMES+="${FORWARD:+|${FORWARD// /|}}"
 VARIABLES=()
 for VARIABLE in $(compgen -e | grep -xE "$NAMES"); do
     VARIABLES+=(-x "$VARIABLE")
 done
-# --bind-to none: else all threads of a process share one core. --output-filename keeps what each rank
-# prints. A process that ends with another status than 0 ends all.
+# --bind-to none: else all threads of a process share one core. --output-filename keeps what each
+# rank prints. A process that ends with another status than 0 ends all.
 exec mpirun \
     -np "$RANKS" \
     -host "$HOSTS" \

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Chapter 3 on hosts that you reach by ssh, without a queue: starts launch_torchrun.sh on each of them
-# in the background, shows what they print, stops them. The hosts see this repository at the same path.
+# Chapter 3 on hosts that you reach by ssh, without a queue: starts launch_torchrun.sh on each of
+# them in the background, shows what they print, stops them. The hosts see this repository at the
+# same path, and bash is their login shell.
 #
 #   bash 03-multi-node/launch_ssh.sh start HOSTS_FILE -e my-run --max-steps 100
 #   bash 03-multi-node/launch_ssh.sh tail HOSTS_FILE -e my-run
@@ -23,23 +24,25 @@ refuse() {
 VERB=${1:-}
 [[ "$VERB" =~ ^(start|tail|stop)$ ]] ||
     refuse "Say what to do: launch_ssh.sh start, tail or stop, then HOSTS_FILE and -e NAME."
-[[ -r "${2:-}" ]] || refuse "Cannot read the hosts file '${2:-}': give a file with a host on each line."
+[[ -r "${2:-}" ]] ||
+    refuse "Cannot read the hosts file '${2:-}': give a file with a host on each line."
 mapfile -t HOSTS < <(sed 's/#.*//; s/[[:space:]]//g; /^$/d' "$2")
 ((${#HOSTS[@]})) || refuse "No host in $2: give a file with a host on each line."
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 shift 2
 
 # By its path: the hosts' shells need not know the environment that is active here.
-PYTHON=$(command -v python || true)
-if [[ -z "${VIRTUAL_ENV:-}" && -x .venv/bin/python ]]; then
+PYTHON=$(command -v "${PYTHON:-python}" || true)
+if [[ "${PYTHON##*/}" == python && -z "${VIRTUAL_ENV:-}" && -x .venv/bin/python ]]; then
     PYTHON=$PWD/.venv/bin/python
 fi
 export PYTHON
-export NNODES=${NNODES:-${#HOSTS[@]}} HEAD=${HEAD:-${HOSTS[0]}:${PORT:-29400}}
+export NNODES=${NNODES:-${#HOSTS[@]}} HEAD=${HEAD:-${HOSTS[0]##*@}:${PORT:-29400}}
 PLAN=$("$PYTHON" -m common.plan "$@")
 { read -r NAME && read -r SAVE_DIR; } <<<"$PLAN"
 [[ " $*" == *" -e"* || " $*" == *" --experiment-name"* ]] || set -- -e "$NAME" "$@"
 LOGS="$(realpath -m "$SAVE_DIR/$NAME/logs")"
+RUNS="launch_torchrun.sh|--rdzv-id $NAME " # what a host runs, at first and then
 export LAUNCH_COMMAND="bash 03-multi-node/launch_ssh.sh start HOSTS_FILE"
 
 # on HOST COMMAND...: ssh hands one string to the shell of the host, which takes it apart again.
@@ -52,7 +55,7 @@ case "$VERB" in
 start)
     # ssh hands on no variables: these go along in the command.
     NAMES="NNODES|HEAD|NPROC_PER_NODE|MAX_RESTARTS|LAST_CALL|PYTHON|PYTHONPATH"
-    NAMES+="|(OMP|HF|WANDB|NCCL|GLOO|TORCH|CUDA|LAUNCH)_.*${FORWARD:+|${FORWARD// /|}}"
+    NAMES+="|(OMP|HF|WANDB|NCCL|GLOO|TORCH|PYTORCH|PET|CUDA|LAUNCH)_.*${FORWARD:+|${FORWARD// /|}}"
     VARIABLES=()
     for VARIABLE in $(compgen -e | grep -xE "$NAMES"); do
         VARIABLES+=("$VARIABLE=${!VARIABLE}")
@@ -62,9 +65,14 @@ start)
         on "$HOST" mkdir -p "$LOGS"
         # shellcheck disable=SC2016
         on "$HOST" env "${VARIABLES[@]}" bash -c '
-            LOG=$1; shift
+            LOG=$1 NAME=$2 RUNS=$3; shift 3
+            if PID=$(cat "$LOG.pid" 2>/dev/null) &&
+                tr "\0" " " 2>/dev/null <"/proc/$PID/cmdline" | grep -qE -- "$RUNS"; then
+                echo "$NAME runs here already: stop it first." >&2
+                exit 2
+            fi
             setsid nohup bash 03-multi-node/launch_torchrun.sh "$@" >>"$LOG.log" 2>&1 </dev/null &
-            echo $! >"$LOG.pid"' start "$LOGS/$HOST" "$@"
+            echo $! >"$LOG.pid"' start "$LOGS/$HOST" "$NAME" "$RUNS" "$@"
         echo "$HOST: started; it writes to $LOGS/$HOST.log"
     done
     ;;
@@ -84,11 +92,11 @@ stop)
         # shellcheck disable=SC2016
         on "$HOST" bash -c '
             if PID=$(cat "$1.pid" 2>/dev/null) &&
-                tr "\0" " " 2>/dev/null <"/proc/$PID/cmdline" | grep -qF -- "--rdzv-id $2 "; then
+                tr "\0" " " 2>/dev/null <"/proc/$PID/cmdline" | grep -qE -- "$3"; then
                 kill -TERM "$PID" && echo "told to stop"
             else
                 echo "nothing of $2 runs here"
-            fi' stop "$LOGS/$HOST" "$NAME" | sed "s/^/$HOST: /" &
+            fi' stop "$LOGS/$HOST" "$NAME" "$RUNS" | sed "s/^/$HOST: /" &
     done
     wait
     ;;

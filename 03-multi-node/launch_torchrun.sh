@@ -1,14 +1,14 @@
 #!/usr/bin/env bash
-# Chapter 3 with plain torchrun: the same line on every node. HEAD's waits ten minutes for the others;
-# those give up after one if HEAD's is not there. All arguments go to the script. Alone, without
-# variables, it trains on this machine.
+# Chapter 3 with plain torchrun: the same line on every node. The torchrun on HEAD waits ten minutes
+# for the others; they give up after one minute if it is not there. All arguments go to the script.
+# Alone, without variables, it trains on this machine.
 #
 #   bash 03-multi-node/launch_torchrun.sh
 #   NNODES=2 HEAD=node1:29400 bash 03-multi-node/launch_torchrun.sh -e my-run
 #   NNODES=1:2 MAX_RESTARTS=3 HEAD=node1:29400 bash 03-multi-node/launch_torchrun.sh -e my-run
 #
 # NNODES          number of nodes, or MIN:MAX: the run then goes on with those that are there
-# HEAD            host:port of the node that keeps the list of who is there; a free port, your choice
+# HEAD            host:port of the node that keeps the list of who is there; a port that is free
 # NPROC_PER_NODE  processes on this node, if not one for each GPU, or 2 without GPUs
 # MAX_RESTARTS    how often all processes are started again after a failure
 # LAST_CALL       with MIN:MAX, seconds that MIN nodes wait for more of them
@@ -29,6 +29,11 @@ if [[ " $* " == *" --help "* || " $* " == *" -h "* ]]; then
     exec "$PYTHON" 03-multi-node/train_llm.py --help
 fi
 
+if [[ "${NNODES:-1}" != 1 && -z "${HEAD:-}" ]]; then
+    echo "Several nodes need to know where to meet: give HEAD=host:port." >&2
+    exit 2
+fi
+
 PLAN=$("$PYTHON" -m common.plan "$@")
 { read -r NAME && read -r SAVE_DIR && read -r PROCESSES && read -r THREADS; } <<<"$PLAN"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$THREADS}"
@@ -41,8 +46,8 @@ export LAUNCH_COMMAND="${LAUNCH_COMMAND:-${VARIABLES}bash 03-multi-node/launch_t
 # torchrun marks the lines that it shows with this. The script's lines name host and rank already.
 # shellcheck disable=SC2016
 export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE='${role_name}'
-# Left to itself, torchrun lets all restarts meet in one store, in which the processes find addresses
-# of those that are gone (https://github.com/pytorch/pytorch/issues/135712). So: a store per restart.
+# Left to itself, torchrun lets all restarts meet in one store, in which the processes find
+# addresses of those that are gone (https://github.com/pytorch/pytorch/issues/135712).
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 
 # Static, for comparison: --nnodes 2 --node-rank 0 (on the other node 1) --master-addr node1

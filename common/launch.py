@@ -23,8 +23,7 @@ from common.cli import InputError, wait_for_rank_0
 # What torchrun tells each process that it starts.
 PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
 ALONE = {**dict.fromkeys(PLACE, "0"), "WORLD_SIZE": "1", "MASTER_ADDR": "localhost"}
-# What a run ends with that was told to stop and wants to go on: EX_TEMPFAIL of sysexits.h.
-REQUEUE_STATUS = 75
+REQUEUE_STATUS = 75  # EX_TEMPFAIL of sysexits.h: try again later
 PR_SET_PDEATHSIG = 1  # https://man7.org/linux/man-pages/man2/PR_SET_PDEATHSIG.2const.html
 
 # Set when the run has a name, for a run that is interrupted.
@@ -126,18 +125,20 @@ def _end(status: int) -> NoReturn:
 
 
 def outlive_stop(worker: int) -> None:
-    """Let a process that prepares data ignore SIGTERM, which reaches it too: its rank ends it."""
+    """Let a process that prepares data ignore what tells its rank to stop: the rank ends it."""
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 
 def ask_for_requeue(run_dir: Path, step: int) -> int:
     """Leave the file `requeue` in the run's folder and return the exit status that says the same.
 
-    step: after which the run was saved. The status is 75, and under torchrun 0: at any other
-    torchrun would start the processes again by itself, while the node is about to go.
+    step: after which the run was saved. The file holds Slurm's numbers of the job and of its start.
+    The status is 75, and under torchrun 0: at any other torchrun would start all ranks again.
     """
     if os.environ["RANK"] == "0":
-        (run_dir / "requeue").touch()
+        start = [os.environ.get(name, "0") for name in ("SLURM_JOB_ID", "SLURM_RESTART_COUNT")]
+        (run_dir / "requeue").write_text(" ".join(start) + "\n")
         sentence = f"Told to stop; saved after step {step}; {_how_to_go_on}"
         print(sentence, file=sys.stderr, flush=True)
     return 0 if "TORCHELASTIC_RUN_ID" in os.environ else REQUEUE_STATUS
@@ -168,17 +169,15 @@ def how_to_go_on(experiment_name: str) -> str:
     """Return the sentence that says with which command the run goes on, as one can type it.
 
     LAUNCH_COMMAND: set by a launch file, the words that started it; the script's arguments are then
-    `-e NAME` and those that the launch file was given. What was started on several nodes without
-    one, or by srun or mpirun, has a command line of which this process sees a part only.
+    `-e NAME` and those that the launch file was given. Without one, nobody knows how several nodes
+    were started.
     """
     global _how_to_go_on
     launch_file = shlex.split(os.environ.get("LAUNCH_COMMAND", ""))
     arguments = sys.argv[3:] if launch_file else sys.argv[1:]
     if not {"-e", "--experiment-name"} & {word.split("=")[0] for word in arguments}:
         arguments += ["-e", experiment_name]
-    python = Path(sys.executable)
-    below = python.is_relative_to(Path.cwd())
-    command = [str(python.relative_to(Path.cwd()) if below else python)]
+    command = [sys.executable.removeprefix(f"{Path.cwd()}/")]
     here = os.environ.get("LOCAL_WORLD_SIZE", "1")  # torchrun's number of processes on this node
     if "TORCHELASTIC_RUN_ID" in os.environ:  # torchrun is this module
         command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", here]

@@ -19,13 +19,17 @@ logger = logging.getLogger(__name__)
 
 PROJECT = "one-diff-at-a-time"
 SEEN_WITHIN_S = 10.0  # network file systems show a new file to other nodes after some seconds
+# What starts again may find its lock held on a node that is lost, until the ranks there give up or
+# the network comes back. Below the ten minutes for which the other ranks wait meanwhile.
+LOST_NODE_S = 500.0
 _locks: dict[Path, FileLock] = {}
 
 
 def make_run_dir(save_dir: str, experiment_name: str, rank: int) -> Path:
     """Return <save_dir>/<experiment_name>, which now exists, can be written and is this run's.
 
-    Rank 0 holds a lock on it until its process ends. Raises InputError for a name that is no
+    Rank 0 holds a lock on it until its process ends; after a restart it waits for it, LOST_NODE_S
+    at most. Raises InputError for a name that is no
     folder's, a folder that cannot be written, one in which another process is training, or one that
     is another folder on another node. All ranks must call this.
     """
@@ -38,7 +42,8 @@ def make_run_dir(save_dir: str, experiment_name: str, rank: int) -> Path:
     try:
         run_dir.mkdir(parents=True, exist_ok=True)
         if rank == 0:
-            _locks.setdefault(run_dir, FileLock(run_dir / ".lock")).acquire(timeout=0)
+            lock = _locks.setdefault(run_dir, FileLock(run_dir / ".lock"))
+            lock.acquire(timeout=LOST_NODE_S if _is_a_restart() else 0)
             (run_dir / "requeue").unlink(missing_ok=True)  # from the start before this one
     except Timeout as error:
         raise InputError(
@@ -51,6 +56,12 @@ def make_run_dir(save_dir: str, experiment_name: str, rank: int) -> Path:
         ) from error
     _check_that_all_see_it(run_dir)
     return run_dir
+
+
+def _is_a_restart() -> bool:
+    """Tell whether Slurm or torchrun started this once more after a failure."""
+    counts = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
+    return any(int(os.environ.get(count, 0)) for count in counts)
 
 
 def _check_that_all_see_it(run_dir: Path) -> None:
@@ -77,9 +88,9 @@ def _check_that_all_see_it(run_dir: Path) -> None:
 
 
 class Tracker:
-    """Writes metrics.jsonl and tells wandb, on rank 0; on other ranks every call does nothing.
+    """Writes metrics.jsonl and tells wandb, on rank 0; with `node`, another rank tells wandb too.
 
-    With `node`, the rank has a wandb run of its own: see below.
+    On all other ranks every call does nothing.
 
     run_dir: the run's folder. Its name is the name and the id of the wandb run.
     config: what wandb shall store beside the metrics (arguments, sizes).

@@ -564,3 +564,12 @@ def test_workers_end_with_their_torchrun(flags, tmp_path):
     )
     waiting = [sys.executable, *TORCHRUN, 1, tmp_path / "train_llm.py", tmp_path / "waits"]
     assert len(kill_torchrun(waiting, tmp_path / "waits", tmp_path)) == 1
+
+
+@pytest.mark.parametrize("nodes", ["2", "1:2"])
+def test_several_nodes_need_a_place_to_meet(nodes):
+    command = ["bash", ROOT / "03-multi-node/launch_torchrun.sh", "-e", "run"]
+    env = {**os.environ, "NNODES": nodes}
+    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 2
+    assert done.stderr == "Several nodes need to know where to meet: give HEAD=host:port.\n"

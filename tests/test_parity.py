@@ -3,6 +3,8 @@
 import json
 import os
 import random
+import socket
+import subprocess
 from itertools import chain
 from pathlib import Path
 
@@ -100,6 +102,25 @@ def test_same_training_at_every_world_size(ladder, chapter, model, world_size, b
 def test_same_training_with_sharded_moments(ladder, world_size):
     found = ladder.run("02-ddp", world_size, "-b", 4, "--zero1")
     assert_parity(ladder, ladder.alone("-m", "gpt2-tiny", "-b", 24), found, world_size)
+
+
+def test_two_launchers_on_one_machine_are_one(ladder, monkeypatch):
+    """Two nodes, as far as torchrun is concerned, and as one can have them without root."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        monkeypatch.setenv("HEAD", f"localhost:{free.getsockname()[1]}")
+    monkeypatch.setenv("NNODES", "2")
+    monkeypatch.setenv("NPROC_PER_NODE", "2")
+    words = ["bash", ROOT / "03-multi-node/launch_torchrun.sh", *ladder.flags("two-launchers")]
+    nodes = [subprocess.Popen([str(word) for word in words]) for _ in range(2)]
+    assert [node.wait(100) for node in nodes] == [0, 0]
+    alone = ladder.metrics(ladder.alone("-m", "gpt2-tiny", "-b", 24))
+    for key, rel in (("loss", 1e-5), ("grad_norm", 1e-3), ("eval_loss", 1e-5)):
+        found, right = (
+            [line[key] for line in run if key in line]
+            for run in (ladder.metrics("two-launchers"), alone)
+        )
+        assert len(right) >= 2 and found == pytest.approx(right, rel=rel)
 
 
 @pytest.mark.slow

@@ -206,6 +206,18 @@ def test_the_processes_that_prepare_data_are_told_too(runs, chapter):
     assert_exact(runs.folder / chapter, runs.folder / name)
 
 
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_planted_workers_that_end_are_noticed(runs, tmp_path):
+    where = "        worker_init_fn=launch.outlive_stop,"
+    chapter = plant(STOPPING[0], tmp_path / "chapter", [(where, "        #")])
+    options = {"signals": (), "plant": functools.partial(signal_the_family, 1)}
+    name = "workers-that-end"
+    statuses = runs.start(chapter, name, "--num-workers", 1, "--dist-timeout", 3, **options)
+    with pytest.raises(AssertionError, match=r"^the statuses"):
+        runs.assert_stopped(name, statuses, LOG_EVERY)
+
+
 @pytest.mark.parametrize("chapter", STOPPING)
 def test_torchrun_does_not_start_it_again(runs, chapter, tmp_path):
     """To torchrun, any status but 0 is a failure, and it has a restart left."""

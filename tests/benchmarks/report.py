@@ -72,19 +72,23 @@ def pages() -> list[Path]:
 
 MAKE_TRAIN = "01-single-gpu/recorded/make-train.metrics.jsonl"
 LAUNCH = "02-ddp/recorded/launch.metrics.jsonl"
+JOB = "03-multi-node/recorded/job.metrics.jsonl"
 MEASURED = ("overhead_cpu", "overhead_gpu", "profile_gpt2", "startup_cpu")
 
 
-@table(MAKE_TRAIN, LAUNCH, *map(result, MEASURED))
+@table(MAKE_TRAIN, LAUNCH, JOB, *map(result, MEASURED))
 def measured(
-    make_train, launch, overhead_cpu, overhead_gpu, profile_gpt2, startup_cpu
+    make_train, launch, job, overhead_cpu, overhead_gpu, profile_gpt2, startup_cpu
 ) -> list[str]:
     def link(name: str) -> str:
         return f"[{name}.json]({result(name)})"
 
     last = f"[make-train.metrics.jsonl]({MAKE_TRAIN})"
-    losses = [[line["loss"] for line in run if "loss" in line] for run in (make_train, launch)]
-    apart = max(abs(two / one - 1) for one, two in zip(*losses, strict=True))
+    runs = (make_train, launch, job)
+    alone, *others = [[line["loss"] for line in run if "loss" in line] for run in runs]
+    ranks, nodes = (
+        max(abs(two / one - 1) for one, two in zip(alone, other, strict=True)) for other in others
+    )
     ours = profile_gpt2["transformers, no mask"]["tokens_per_s"]
     first, second = (startup_cpu[key]["median"] for key in ("first", "second"))
     return [
@@ -92,8 +96,10 @@ def measured(
         "|---|---:|---|",
         "| evaluation of the default run, two CPU cores | "
         f"{make_train[-1]['bits_per_byte']:.3f} bits per byte | {last} |",
-        f"| the {len(losses[0])} logged losses of chapter 2 on two processes against chapter 1's, "
-        f"relative difference | at most {apart:.1e} | [launch.metrics.jsonl]({LAUNCH}) |",
+        f"| the {len(alone)} logged losses of chapter 2 on two processes against chapter 1's, "
+        f"relative difference | at most {ranks:.1e} | [launch.metrics.jsonl]({LAUNCH}) |",
+        "| the same of chapter 3 on two nodes of two processes, stopped on the way, started again "
+        f"by Slurm | at most {nodes:.1e} | [job.metrics.jsonl]({JOB}) |",
         "| chapter 1's step against a bare loop, two CPU cores | "
         f"x {overhead_cpu['ratio_median']:.3f} | {link('overhead_cpu')} |",
         "| the same on an H200, GPT-2 124M, bfloat16 weights, compiled, 64 x 1024 tokens | "
@@ -360,9 +366,10 @@ def zero1_gpu(found) -> list[str]:
 # --- chapter 3 ---
 
 
-def chapter_against_chapter(found: dict, devices: str) -> list[str]:
+@table(result("nodes_gpu"))
+def nodes_gpu(found) -> list[str]:
     rows = [
-        f"| chapter | {devices} | tokens/s | ms per step | of it wait | of it backward |",
+        "| chapter | GPUs | tokens/s | ms per step | of it wait | of it backward |",
         "|---|---:|---:|---:|---:|---:|",
     ]
     for row in found["rows"]:
@@ -374,16 +381,6 @@ def chapter_against_chapter(found: dict, devices: str) -> list[str]:
             f"{times['time/total']:.1f} | {wait} | {times['time/backward']:.1f} |"
         )
     return rows
-
-
-@table(result("nodes_cpu"))
-def nodes_cpu(found) -> list[str]:
-    return chapter_against_chapter(found, "processes")
-
-
-@table(result("nodes_gpu"))
-def nodes_gpu(found) -> list[str]:
-    return chapter_against_chapter(found, "GPUs")
 
 
 @table(result("recovery_cpu"))
