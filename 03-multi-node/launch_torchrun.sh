@@ -29,13 +29,12 @@ if [[ " $* " == *" --help "* || " $* " == *" -h "* ]]; then
     exec "$PYTHON" 03-multi-node/train_llm.py --help
 fi
 
+PLAN=$("$PYTHON" -m common.plan "$@")
+{ read -r NAME && read -r SAVE_DIR && read -r PROCESSES && read -r THREADS; } <<<"$PLAN"
 if [[ "${NNODES:-1}" != 1 && -z "${HEAD:-}" ]]; then
     echo "Several nodes need to know where to meet: give HEAD=host:port." >&2
     exit 2
 fi
-
-PLAN=$("$PYTHON" -m common.plan "$@")
-{ read -r NAME && read -r SAVE_DIR && read -r PROCESSES && read -r THREADS; } <<<"$PLAN"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$THREADS}"
 # For the line with which the script says how the run can go on.
 VARIABLES=

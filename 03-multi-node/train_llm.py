@@ -159,7 +159,7 @@ def main() -> None:
         pin_memory=device.type == "cuda",  # a copy to the GPU then runs beside its work
         # Its own: every start of an epoch draws from it, and a resumed run starts once more.
         generator=torch.Generator(),
-        worker_init_fn=launch.outlive_stop,  # a signal to stop reaches the workers too
+        worker_init_fn=launch.outlive_stop,  # a signal to stop reaches data workers too
     )
     # Batches of one shape: a compiled model would be compiled again for a smaller last one.
     eval_data = eval_data.pad_to_multiple(micro_batch_size * world_size)
@@ -302,7 +302,7 @@ def main() -> None:
     tracker.finish()
     if stop:
         status = launch.ask_for_requeue(run_dir, state["step"])  # for the job script
-        del ddp_model, batches  # ends the workers
+        del ddp_model, batches  # ends the data workers
         dist.barrier()
         dist.destroy_process_group()
         sys.exit(status)

@@ -573,3 +573,10 @@ def test_several_nodes_need_a_place_to_meet(nodes):
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
     assert done.returncode == 2
     assert done.stderr == "Several nodes need to know where to meet: give HEAD=host:port.\n"
+
+
+def test_both_job_files_decide_alike_what_comes_after():
+    """A mend of one of them is a mend of the other."""
+    files = [ROOT / "03-multi-node" / name for name in ("job.sbatch", "job_srun.sbatch")]
+    ends = [file.read_text().partition("# Back to the queue")[2] for file in files]
+    assert ends[0] == ends[1] and "scontrol requeue" in ends[0]

@@ -468,10 +468,10 @@ def test_commands_of_the_slurm_page(cluster, copy, tmp_path):
         elif "job.sbatch" in command:
             lines += ['until [[ -z "$(squeue -h)" ]]; do sleep 0.2; done']
             command += " --max-steps 60 --log-freq 1"
-        elif re.match("scancel|sbatch|ip", command):
+        elif re.match("scancel|sbatch|ip .* down", command):
             lines += [f"STEP=$(wc -l <{run}/metrics.jsonl)"]
             lines += [f"until (($(wc -l <{run}/metrics.jsonl) > STEP + 2)); do sleep 0.1; done"]
-            command = command.replace("sleep 60", "sleep 1")
+            command = command.replace("sleep 10", "sleep 1")
         elif command.endswith(" down"):
             lines += ['until [[ -z "$(squeue -h)" ]]; do sleep 0.2; done']
             lines += ["scontrol show job 1 | grep -o Restarts=.*"]
