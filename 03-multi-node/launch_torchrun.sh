@@ -36,6 +36,9 @@ if [[ "${NNODES:-1}" != 1 && -z "${HEAD:-}" ]]; then
     exit 2
 fi
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$THREADS}"
+# Alone, it need not be known to anybody by its name.
+ADDRESS=()
+[[ -n "${HEAD:-}" ]] || ADDRESS=(--local-addr localhost)
 # For the line with which the script says how the run can go on.
 VARIABLES=
 for VARIABLE in NNODES HEAD NPROC_PER_NODE MAX_RESTARTS LAST_CALL; do
@@ -57,6 +60,7 @@ exec "$PYTHON" -m torch.distributed.run \
     --rdzv-id "$NAME" \
     --rdzv-backend c10d \
     --rdzv-endpoint "${HEAD:-localhost:0}" \
+    ${ADDRESS[@]+"${ADDRESS[@]}"} \
     --rdzv-conf "last_call_timeout=${LAST_CALL:-30}" \
     --max-restarts "${MAX_RESTARTS:-0}" \
     --log-dir "$SAVE_DIR/$NAME/logs/$(hostname)" \

@@ -38,6 +38,13 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
             item.add_marker(pytest.mark.skip(reason="needs two GPUs"))
 
 
+def launch_file(chapter: str) -> Path:
+    """Return the launch file with which a chapter trains on this machine."""
+    files = [ROOT / chapter / name for name in ("launch.sh", "launch_torchrun.sh")]
+    (found,) = [file for file in files if file.exists()]
+    return found
+
+
 def read_metrics(run_dir: Path) -> list[dict]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 

@@ -147,7 +147,10 @@ class Machine(Cluster):
         return {
             "files": sorted(self.shell("find", "/run", "/etc/slurm", "/etc/munge").split("\n")),
             "links": self.shell("ip", "-br", "link").split("\n"),
-            "mounts": self.shell("cat", "/proc/self/mounts").split("\n"),
+            # Those of other clusters come and go meanwhile.
+            "mounts": self.shell("grep", "-v", "^nsfs /run/netns/[^l]", "/proc/self/mounts").split(
+                "\n"
+            ),
             "processes": sorted(self.processes().values()),
         }
 

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import CHAPTERS, ROOT, read_metrics
+from conftest import CHAPTERS, ROOT, launch_file, read_metrics
 
 # Python runs this file at its start: it notes every address that is looked up or connected to.
 NOTE_CONNECTIONS = """
@@ -80,7 +80,7 @@ def test_defaults_reach_for_nothing(cut_off, tmp_path):
 def test_launch_file_reaches_for_nothing(cut_off, tmp_path, chapter):
     """Two processes find each other without a network; they may ask for their own name."""
     done, tried = cut_off(
-        *("bash", f"{chapter}/launch.sh", "--save-dir", tmp_path / "outputs"),
+        *("bash", launch_file(chapter), "--save-dir", tmp_path / "outputs"),
         *("-e", "run", "--max-steps", 4),
     )
     assert done.returncode == 0, done.stderr

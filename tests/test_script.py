@@ -6,7 +6,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import CHAPTERS, ROOT, load_script, read_metrics
+from conftest import CHAPTERS, ROOT, launch_file, load_script, read_metrics
 
 SECTIONS = ["setup", "model", "data", "optimizer", "resume", "train"]
 FLAGS = {
@@ -81,9 +81,16 @@ def test_flags_and_their_help(chapter, monkeypatch):
 
 
 def test_launch_file_works_from_anywhere(chapter, tmp_path):
-    files = [ROOT / chapter / name for name in ("launch.sh", "launch_torchrun.sh")]
-    (launch,) = [file for file in files if file.exists()]
-    command = ["bash", str(launch), "--max-steps", "1", "--save-dir", str(tmp_path), "-e", "run"]
+    command = [
+        "bash",
+        str(launch_file(chapter)),
+        "--max-steps",
+        "1",
+        "--save-dir",
+        str(tmp_path),
+        "-e",
+        "run",
+    ]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert read_metrics(tmp_path / "run")[-1]["step"] == 1
