@@ -68,7 +68,7 @@ def find_checkpoint(run_dir: Path, training: dict[str, object]) -> Path | None:
     rank, world_size = rank_and_world_size()
     everyone = gather({rank: (training, socket.gethostname())})
     for other, (theirs, host) in everyone.items():
-        for name, value in everyone[0][0].items() if world_size > 1 else ():
+        for name, value in everyone[0][0].items():
             if theirs[name] != value:
                 raise InputError(
                     f"Rank {other} on {host} has {name} {theirs[name]}, rank 0 on {everyone[0][1]} "

@@ -29,9 +29,9 @@ def make_run_dir(save_dir: str, experiment_name: str, rank: int) -> Path:
     """Return <save_dir>/<experiment_name>, which now exists, can be written and is this run's.
 
     Rank 0 holds a lock on it until its process ends; after a restart it waits for it, LOST_NODE_S
-    at most. Raises InputError for a name that is no
-    folder's, a folder that cannot be written, one in which another process is training, or one that
-    is another folder on another node. All ranks must call this.
+    at most. Raises InputError for a name that is no folder's, a folder that cannot be written, one
+    in which another process is training, or one that is another folder on another node. All ranks
+    must call this.
     """
     if not re.fullmatch(r"[\w.-]+", experiment_name) or not experiment_name.strip("."):
         raise InputError(

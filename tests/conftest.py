@@ -12,6 +12,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 import json  # noqa: E402
 import signal  # noqa: E402
+import socket  # noqa: E402
 import subprocess  # noqa: E402
 import sys  # noqa: E402
 import time  # noqa: E402
@@ -43,6 +44,13 @@ def launch_file(chapter: str) -> Path:
     files = [ROOT / chapter / name for name in ("launch.sh", "launch_torchrun.sh")]
     (found,) = [file for file in files if file.exists()]
     return found
+
+
+def free_port() -> int:
+    """Return a port of this machine that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
 
 
 def read_metrics(run_dir: Path) -> list[dict]:

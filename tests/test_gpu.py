@@ -9,7 +9,7 @@ import time
 
 import pytest
 import torch
-from conftest import CHAPTERS, ROOT, TORCHRUN, read_metrics, run_script
+from conftest import CHAPTERS, ROOT, TORCHRUN, free_port, read_metrics, run_script
 from test_parity import plant
 from test_resume_ranks import children
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -186,9 +186,7 @@ def test_two_launchers_of_half_the_gpus_are_one_of_all(tmp_path):
     """Two nodes, as far as torchrun and the script can see; and both are chapter 1's training."""
     half = torch.cuda.device_count() // 2
     ends_well(start_launch_file(tmp_path, "one", NPROC_PER_NODE=2 * half))
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        head = f"localhost:{free.getsockname()[1]}"
+    head = f"localhost:{free_port()}"
     halves = [",".join(map(str, range(first, first + half))) for first in (0, half)]
     nodes = [
         start_launch_file(

@@ -12,7 +12,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import CHAPTERS, ROOT, TORCHRUN, read_metrics, run_script, wait_for_file
+from conftest import (
+    CHAPTERS,
+    ROOT,
+    TORCHRUN,
+    free_port,
+    read_metrics,
+    run_script,
+    wait_for_file,
+)
 from runner import Ranks, finish, start
 from test_parity import plant
 from test_resume_ranks import children
@@ -390,12 +398,6 @@ def test_a_wrong_argument_under_srun_is_said_once(chapter, flags, tmp_path):
     early = plant(chapter, tmp_path / "chapter", [(first, f"    get_args()\n{first}")])
     said = argument_error_of_each_rank(early, flags, tmp_path)
     assert said[0] == said[1] != ""
-
-
-def free_port() -> int:
-    with socket.socket() as socket_:
-        socket_.bind(("127.0.0.1", 0))
-        return socket_.getsockname()[1]
 
 
 def test_an_error_of_another_rank_alone_is_said_by_it(flags, tmp_path):

@@ -3,7 +3,6 @@
 import json
 import os
 import random
-import socket
 import subprocess
 from itertools import chain
 from pathlib import Path
@@ -11,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import CHAPTERS, ROOT, read_metrics
+from conftest import CHAPTERS, ROOT, free_port, read_metrics
 from runner import Ranks, finish, start
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn import parallel
@@ -106,9 +105,7 @@ def test_same_training_with_sharded_moments(ladder, world_size):
 
 def test_two_launchers_on_one_machine_are_one(ladder, monkeypatch):
     """Two nodes, as far as torchrun is concerned, and as one can have them without root."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        monkeypatch.setenv("HEAD", f"localhost:{free.getsockname()[1]}")
+    monkeypatch.setenv("HEAD", f"localhost:{free_port()}")
     monkeypatch.setenv("NNODES", "2")
     monkeypatch.setenv("NPROC_PER_NODE", "2")
     words = ["bash", ROOT / "03-multi-node/launch_torchrun.sh", *ladder.flags("two-launchers")]

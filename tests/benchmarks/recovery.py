@@ -68,7 +68,7 @@ def preempt() -> None:
 
 
 class Run:
-    """A run that is going: its job or its two launchers, and when each step was logged."""
+    """A run that is going: its job, and when each step was logged."""
 
     def __init__(self, folder: Path, *options: str) -> None:
         self.metrics = folder / "run/metrics.jsonl"
