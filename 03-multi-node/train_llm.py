@@ -133,14 +133,13 @@ def main() -> None:
         )
     for parameter in model.parameters():  # not the buffers: rotary tables need float32
         parameter.data = parameter.data.to(getattr(torch, args.param_dtype))
-    model.to(device)  # before there is an optimizer: it holds on to the parameters it gets
+    model.to(device)  # before there is an optimizer: it holds on to what it gets
     if args.compile:
         model.compile()  # in place: a wrapper would rename the parameters
-    # Sends rank 0's weights to all, and from then on averages the gradients in every backward
-    # pass. A second name for the same parameters: all else works on the bare model.
+    # Rank 0's weights go to all, and from then on every backward pass averages the gradients.
     ddp_model = DistributedDataParallel(
         model,
-        gradient_as_bucket_view=True,  # once sent, they are held in the buckets alone
+        gradient_as_bucket_view=True,
     )
 
     # --- data ---
@@ -287,7 +286,7 @@ def main() -> None:
             state["running_loss"].zero_()
         if state["step"] % args.eval_freq == 0 or last:
             with timers("evaluate"):
-                metrics |= evaluate(model, eval_dataloader, eval_data.tokens_per_byte)
+                metrics |= evaluate(model, eval_dataloader, device, eval_data.tokens_per_byte)
         if len(metrics) > 1:
             tracker.log(metrics)
             cli.show_metrics(logger, progress_bar, metrics)
@@ -306,20 +305,20 @@ def main() -> None:
         dist.barrier()
         dist.destroy_process_group()
         sys.exit(status)
-    sample = sample_text(model, tokenizer, args.dataset_name, seq_length, args.seed)
+    sample = sample_text(model, tokenizer, device, args.dataset_name, seq_length, args.seed)
     logger.info(launch.describe_end(run_dir, metrics, *sample))
-    del ddp_model  # it holds on to the group: the last to do so, with gloo, could hang here
+    del ddp_model
     dist.barrier()  # a rank that is gone too early looks like a failure to those still at work
     dist.destroy_process_group()
 
 
 @torch.no_grad()
-def evaluate(model: nn.Module, dataloader: DataLoader, tokens_per_byte: float) -> dict[str, float]:
+def evaluate(model, dataloader: DataLoader, device: torch.device, tokens_per_byte: float) -> dict:
     """Return the mean loss in nats per token, perplexity and bits per byte; counts tokens once."""
     model.eval()  # no dropout
-    total = torch.zeros(2, dtype=torch.float64, device=model.device)  # sum of losses, of tokens
+    total = torch.zeros(2, dtype=torch.float64, device=device)  # sum of losses, of tokens
     for batch in dataloader:
-        batch = {key: t.to(model.device, non_blocking=True) for key, t in batch.items()}
+        batch = {key: t.to(device, non_blocking=True) for key, t in batch.items()}
         n_tokens = (batch["labels"][:, 1:] != -100).sum()
         loss_sum = torch.where(n_tokens > 0, model(**batch).loss * n_tokens, 0)  # no 0 / 0
         total += torch.stack((loss_sum, n_tokens))

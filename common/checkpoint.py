@@ -1,14 +1,11 @@
 """Checkpoints that every chapter can save and any other can load, on any number of ranks."""
 
-import random
 import shutil
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-import numpy as np
-import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
@@ -20,6 +17,7 @@ from torch.optim.lr_scheduler import LRScheduler
 
 from common.cli import InputError
 from common.record import commit_checkpoint, gather, measure_file, rank_and_world_size
+from common.rng import get_rng_state, set_rng_state
 
 
 def save_checkpoint(
@@ -40,36 +38,53 @@ def save_checkpoint(
     state.json replaced: whenever the process is killed, the last complete checkpoint still loads.
     Raises InputError if it cannot be written (a full disk); what was there before is kept.
     """
+    content = collect_content(model, optimizer, lr_scheduler, state)
+    write_content(run_dir, content, training, keep)
+
+
+def write_content(
+    run_dir: Path,
+    content: dict,
+    training: dict[str, object],
+    keep: int,
+    group: dist.ProcessGroup | None = None,
+) -> None:
+    """Write what collect_content returned, as save_checkpoint says; all ranks must call this.
+
+    group: the ranks, by another way than the default one.
+    """
     rank, world_size = rank_and_world_size()
-    path = Path("checkpoints") / f"step-{state['step']:08d}"
+    step = content["state"]["step"]
+    path = Path("checkpoints") / f"step-{step:08d}"
     unfinished = run_dir / "checkpoints" / f".unfinished-{path.name}"
     if rank == 0:
         shutil.rmtree(unfinished, ignore_errors=True)
-    _barrier()
-    content = _content(model, optimizer, lr_scheduler, state, rank)
+    gather({}, group)  # not before it is gone
     sums, failures = {}, {}
     try:
         with _quiet():
-            dcp.save(content, checkpoint_id=unfinished, no_dist=world_size == 1)
+            dcp.save(
+                content, checkpoint_id=unfinished, process_group=group, no_dist=world_size == 1
+            )
         own = [*unfinished.glob(f"__{rank}_*"), *([unfinished / ".metadata"] if rank == 0 else [])]
         sums = {file.name: measure_file(file) for file in own}
     except (CheckpointException, OSError) as error:
         failures = {rank: _cause(error)}
     # All ranks must come to both collectives and to the same end, whichever of them failed.
-    sums, failures = gather(sums), gather(failures)
+    sums, failures = gather(sums, group), gather(failures, group)
     if rank == 0 and not failures:
         metadata = dcp.FileSystemReader(unfinished).read_metadata()
         missing = {part.relative_path for part in metadata.storage_data.values()} - sums.keys()
         assert not missing, f"written but not seen, is the file system shared? {missing}"
         try:
-            commit_checkpoint(run_dir, path, unfinished, state["step"], training, sums, keep)
+            commit_checkpoint(run_dir, path, unfinished, step, training, sums, keep)
         except OSError as error:
             failures = {rank: _cause(error)}
-    failures = gather(failures)
+    failures = gather(failures, group)
     if failures:
         shutil.rmtree(unfinished, ignore_errors=True)
         raise InputError(
-            f"The checkpoint of step {state['step']} could not be written to {run_dir} "
+            f"The checkpoint of step {step} could not be written to {run_dir} "
             f"({next(iter(failures.values()))}): make room and start the same command again, it "
             "goes on from the last complete checkpoint."
         )
@@ -87,7 +102,7 @@ def load_checkpoint(
     A rank that the saving run did not have keeps the random state that it has.
     """
     rank, world_size = rank_and_world_size()
-    content = _content(model, optimizer, lr_scheduler, state, rank)
+    content = collect_content(model, optimizer, lr_scheduler, state)
     try:
         # Partial, for states that another release of PyTorch names otherwise. No tensor of the
         # model or the optimizer may be missing, and a new rank has no random state in it.
@@ -121,7 +136,7 @@ def load_checkpoint(
     lr_scheduler.load_state_dict(content["lr_scheduler"])
     state.update(content["state"])
     if f"rng-{rank}" in content:
-        _set_rng_state(content[f"rng-{rank}"])
+        set_rng_state(content[f"rng-{rank}"])
 
 
 def _own_part(optimizer: Optimizer) -> Optimizer:
@@ -129,9 +144,11 @@ def _own_part(optimizer: Optimizer) -> Optimizer:
     return getattr(optimizer, "optim", optimizer)
 
 
-def _content(
-    model: nn.Module, optimizer: Optimizer, lr_scheduler: LRScheduler, state: dict, rank: int
+def collect_content(
+    model: nn.Module, optimizer: Optimizer, lr_scheduler: LRScheduler, state: dict
 ) -> dict:
+    """Return what a checkpoint holds, by its names in it; all ranks must call this."""
+    rank, _ = rank_and_world_size()
     # Without any wrapper's prefix, and sharded where the model is: the same for all chapters.
     model_state, optimizer_state = get_state_dict(model, _own_part(optimizer))
     # The outer optimizer has all parameters, and the rate of the next step, not of the last one.
@@ -143,13 +160,8 @@ def _content(
         "optimizer": optimizer_state,
         "lr_scheduler": lr_scheduler.state_dict(),
         "state": state,
-        f"rng-{rank}": _get_rng_state(),
+        f"rng-{rank}": get_rng_state(),
     }
-
-
-def _barrier() -> None:
-    if dist.is_initialized():
-        dist.barrier()
 
 
 @contextmanager
@@ -174,22 +186,3 @@ def _cause(error: BaseException) -> str:
             return link.strerror
         link = link.__cause__ or link.__context__
     raise error
-
-
-def _get_rng_state() -> dict[str, object]:
-    rng = {
-        "torch": torch.get_rng_state(),
-        "numpy": np.random.get_state(),
-        "python": random.getstate(),
-    }
-    if torch.cuda.is_available():
-        rng["cuda"] = torch.cuda.get_rng_state()
-    return rng
-
-
-def _set_rng_state(rng: dict[str, object]) -> None:
-    torch.set_rng_state(rng["torch"])
-    np.random.set_state(rng["numpy"])
-    random.setstate(rng["python"])
-    if torch.cuda.is_available():
-        torch.cuda.set_rng_state(rng["cuda"])

@@ -10,7 +10,6 @@ import transformers
 from huggingface_hub import constants
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
-    AttentionInterface,
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
@@ -18,11 +17,10 @@ from transformers import (
     PreTrainedModel,
     PreTrainedTokenizerBase,
 )
-from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
+from common.attention import causal_attention
 from common.cli import InputError
 
-PLAIN_CAUSAL_MODELS = ("gpt2", "llama")
 # Causal although their configurations, which can also be those of encoders, do not say so.
 CAUSAL_WITHOUT_SAYING = ("gpt_neox", "gpt_neox_japanese")
 
@@ -112,20 +110,6 @@ def load_config(name: str) -> PretrainedConfig:
     return config
 
 
-def causal_attention(config: PretrainedConfig) -> str:
-    """Return the attention for blocks without padding: causal and no mask, where the model allows.
-
-    transformers builds a mask for padding, for packed documents, for sliding windows. To learn that
-    none is needed it waits for the GPU in every step, and a compiled model of transformers 5.17
-    keeps the mask: 13% slower. It builds none for an attention that it has no mask for, and
-    without one the kernel is causal by itself.
-
-    Models other than GPT-2 and Llama may need a mask (a sliding window), so they keep theirs.
-    """
-    AttentionInterface.register("causal_sdpa", sdpa_attention_forward)
-    return "causal_sdpa" if config.model_type in PLAIN_CAUSAL_MODELS else "sdpa"
-
-
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a model; presets share the built-in one (byte-level BPE, 4096 tokens).
 
@@ -148,17 +132,16 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
 def load_pretrained(name: str, config: PretrainedConfig) -> PreTrainedModel:
     """Load a model with its own weights, in float32, on the CPU.
 
+    Where the default device is "meta", it has shapes and no weights: load_shards reads them.
     Raises InputError for a preset (it has none) and where the weights cannot be had.
     """
     if name in PRESET_NAMES:
         raise InputError(f"The preset {name} has no weights: leave out --pretrained.")
+    options = {"attn_implementation": causal_attention(config), "dtype": torch.float32}
+    if torch.get_default_device().type == "meta":
+        return AutoModelForCausalLM.from_config(config, **options)
     try:
-        return AutoModelForCausalLM.from_pretrained(
-            resolve_model(name),
-            config=config,
-            attn_implementation=causal_attention(config),
-            dtype=torch.float32,
-        )
+        return AutoModelForCausalLM.from_pretrained(resolve_model(name), config=config, **options)
     except (OSError, ValueError) as error:
         lacks = f"usable weights: {_first_line(error)}"
         raise _cannot_load("model", name, lacks, error) from error

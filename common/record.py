@@ -32,6 +32,15 @@ FIXED_ARGUMENTS = (
 )
 
 
+def describe_model(model: nn.Module) -> str:
+    """Return a name for all models of the same parameters (their names and shapes) and of the same
+    settings that those do not show; the parameters may be on meta."""
+    shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
+    settings = {name: getattr(model.config, name, None) for name in MODEL_SETTINGS}
+    facts = json.dumps([shapes, settings], sort_keys=True, default=str)
+    return f"{model.config.model_type}-{xxhash.xxh3_64_hexdigest(facts.encode())}"
+
+
 def describe_training(
     args: argparse.Namespace,
     model: nn.Module,
@@ -42,15 +51,10 @@ def describe_training(
 ) -> dict[str, object]:
     """Return all that must stay as it is while a run goes on, by the names of the arguments.
 
-    Values are JSON. model: the bare one, not wrapped; it counts by the names and shapes of its
-    parameters and by the settings that they do not show. The data set counts by its tokens.
+    Values are JSON. model: the bare one, not wrapped. The data set counts by its tokens.
     """
-    shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
-    settings = {name: getattr(model.config, name, None) for name in MODEL_SETTINGS}
-    facts = json.dumps([shapes, settings], sort_keys=True, default=str)
-    digest = xxhash.xxh3_64_hexdigest(facts.encode())
     return {
-        "model": f"{model.config.model_type}-{digest}",
+        "model": describe_model(model),
         "dataset_checksum": train_data.digest,
         "seq_length": seq_length,
         "lr": lr,
@@ -173,10 +177,13 @@ def rank_and_world_size() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
-def gather(part: dict) -> dict:
-    """Return the union of all ranks' dictionaries."""
+def gather(part: dict, group: dist.ProcessGroup | None = None) -> dict:
+    """Return the union of all ranks' dictionaries; all ranks must call this, and wait for it.
+
+    group: the ranks, by another way than the default one.
+    """
     if not dist.is_initialized():
         return part
     parts = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, part)
+    dist.all_gather_object(parts, part, group=group)
     return {key: value for each in parts for key, value in sorted(each.items())}

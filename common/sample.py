@@ -10,6 +10,7 @@ PROMPTS = {"python-stdlib": "    def"}
 def sample_text(
     model: PreTrainedModel,
     tokenizer: PreTrainedTokenizerBase,
+    device: torch.device,
     dataset_name: str,
     length: int,
     seed: int,
@@ -21,7 +22,7 @@ def sample_text(
     """
     torch.manual_seed(seed)
     prompt = PROMPTS.get(dataset_name, tokenizer.eos_token)
-    encoded = tokenizer(prompt, add_special_tokens=False, return_tensors="pt").to(model.device)
+    encoded = tokenizer(prompt, add_special_tokens=False, return_tensors="pt").to(device)
     if encoded["input_ids"].shape[1] >= length:
         return prompt, prompt
     model.eval()

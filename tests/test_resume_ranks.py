@@ -199,14 +199,14 @@ def test_sharded_moments_go_on(folder, no_dropout, alone, after):
 
 def save_the_rate_of_the_last_step() -> None:
     """ZeRO's inner optimizer, which holds the moments, learns of a new rate in the next step."""
-    original = checkpoint._content
+    original = checkpoint.collect_content
 
     def content(model, optimizer, *args: object) -> dict:
         found = original(model, optimizer, *args)
         found["optimizer"]["param_groups"][0]["lr"] = optimizer.optim.param_groups[0]["lr"]
         return found
 
-    checkpoint._content = content
+    checkpoint.collect_content = content
 
 
 def save_the_moments_of_rank_0_only() -> None:

@@ -134,7 +134,9 @@ def test_evaluation_counts_every_token_once():
     expected = model(ids, labels=ids).loss.item()
     for batch_size in (1, 3, 4, 10):
         padded = blocks.pad_to_multiple(2 * batch_size)
-        found = evaluate(model, DataLoader(padded, batch_size=batch_size), blocks.tokens_per_byte)
+        found = evaluate(
+            model, DataLoader(padded, batch_size=batch_size), model.device, blocks.tokens_per_byte
+        )
         assert found["eval_loss"] == pytest.approx(expected, rel=1e-6)
         assert found["perplexity"] == pytest.approx(math.exp(expected), rel=1e-5)
         assert found["bits_per_byte"] == pytest.approx(expected / math.log(2) / 4, rel=1e-6)
@@ -145,7 +147,7 @@ def test_evaluation_counts_every_token_once():
     counted = [padded[i] for i in range(len(padded))]
     for item in counted:
         item["labels"] = torch.where(item["labels"] == IGNORED, 0, item["labels"])
-    wrong = evaluate(model, DataLoader(counted, batch_size=7), blocks.tokens_per_byte)
+    wrong = evaluate(model, DataLoader(counted, batch_size=7), model.device, blocks.tokens_per_byte)
     assert wrong["eval_loss"] != pytest.approx(expected, rel=1e-4)
 
 

@@ -1,0 +1,69 @@
+"""Checkpoints that are written while the training goes on."""
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from common.checkpoint import collect_content, write_content
+
+
+class AsyncCheckpoints:
+    """Called like save_checkpoint, it returns as soon as all tensors are copied to host memory.
+
+    A thread writes the copy, as save_checkpoint does: until its last file is complete, the
+    checkpoint before it stays in force. It talks to the other ranks through a gloo group of its
+    own: in the default group its messages and those of the training would wait for each other.
+
+    The copy stays in host memory between checkpoints, for the next one. All ranks must call this.
+    """
+
+    def __init__(self) -> None:
+        self._group = dist.new_group(backend="gloo")
+        on_gpu = torch.cuda.is_available()
+        self._stager = DefaultStager(
+            StagingOptions(
+                use_pinned_memory=on_gpu,  # a copy from the GPU is then several times as fast
+                use_shared_memory=False,
+                use_async_staging=False,  # the next step changes the tensors: copy them now
+                use_non_blocking_copy=on_gpu,  # one after the other without the host in between
+            )
+        )
+        self._thread = ThreadPoolExecutor(max_workers=1)
+        self._writing: Future | None = None
+
+    def __call__(
+        self,
+        run_dir: Path,
+        model: nn.Module,
+        optimizer: Optimizer,
+        lr_scheduler: LRScheduler,
+        state: dict,
+        training: dict[str, object],
+        keep: int,
+    ) -> None:
+        """Copy what save_checkpoint saves, and have it written; waits for the one before it.
+
+        Raises InputError if the one before it could not be written.
+        """
+        self._wait()
+        content = self._stager.stage(collect_content(model, optimizer, lr_scheduler, state))
+        self._writing = self._thread.submit(
+            write_content, run_dir, content, training, keep, self._group
+        )
+
+    def finish(self) -> None:
+        """Wait until the last checkpoint is complete. Raises InputError if it is not written."""
+        self._wait()
+        self._thread.shutdown()
+        self._stager.close()
+
+    def _wait(self) -> None:
+        if self._writing is not None:
+            writing, self._writing = self._writing, None
+            writing.result()

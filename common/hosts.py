@@ -1,0 +1,51 @@
+"""The machines that a run is on: how many ranks and how much memory each of them has."""
+
+import os
+import socket
+
+from common.cli import InputError
+from common.record import gather, rank_and_world_size
+
+
+def nodes_and_ranks() -> tuple[int, int]:
+    """Return (number of machines, ranks on each); all ranks must call this.
+
+    Ranks of one machine follow each other, whatever has launched them. Raises InputError where
+    there is one machine only, or where they have different numbers of ranks.
+    """
+    rank, _ = rank_and_world_size()
+    # Two launchers on one machine are two nodes, as for torchrun: their local ranks begin at 0.
+    local_ranks = gather({rank: int(os.environ["LOCAL_RANK"])})
+    firsts = [rank for rank in local_ranks if local_ranks[rank] == 0]
+    ends = [*firsts[1:], len(local_ranks)]
+    sizes = [end - first for first, end in zip(firsts, ends, strict=True)]
+    if len(sizes) == 1:
+        raise InputError("--hsdp replicates over nodes and there is one: leave it out.")
+    if len(set(sizes)) > 1:
+        raise InputError(
+            f"--hsdp needs equally many ranks on all nodes, not {' and '.join(map(str, sizes))}: "
+            "start as many on each, or leave it out."
+        )
+    return len(sizes), sizes[0]
+
+
+def check_memory(n_bytes: int, what: str) -> None:
+    """Raise InputError if a machine has less memory than its ranks need together.
+
+    n_bytes: what this rank needs. what: for, in the sentence. All ranks must call this.
+    """
+    rank, _ = rank_and_world_size()
+    here = (socket.gethostname(), n_bytes, memory_bytes())
+    needs: dict[str, int] = {}
+    for host, n, memory in gather({rank: here}).values():
+        needs[host] = needs.get(host, 0) + n
+        if needs[host] > memory:
+            raise InputError(
+                f"{what} needs more than the {memory / 2**30:.0f} GiB of memory that {host} has: "
+                "take more nodes or a smaller model, or leave it out."
+            )
+
+
+def memory_bytes() -> int:
+    """Return the bytes of memory of this machine, in use or not."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

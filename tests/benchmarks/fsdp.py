@@ -1,0 +1,457 @@
+"""What chapter 4 and its options need and how fast they are, next to DDP, on GPUs.
+
+python tests/benchmarks/fsdp.py options --output tests/benchmarks/results/fsdp_options.json
+
+    options     a model of the shape of Llama-3.1-8B at 8192 positions, each option, and pairs
+    gpt2        GPT-2 124M with DDP and with FSDP
+    largest     the most blocks of Llama-3.1-8B with which a step succeeds, found by trying
+    checkpoint  what saving takes from the training of the 8B model
+
+Every configuration is a run of a chapter's own script, one process for each GPU, forked from one
+that has imported PyTorch already. Evaluation, sample and, but for the last set, checkpoints are
+left out: they are not what is measured. With --tiny all is small, to try the file without GPUs.
+"""
+
+import argparse
+import json
+import multiprocessing
+import os
+import shlex
+import shutil
+import signal
+import statistics
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+from machine import write_result
+from torch.distributed import TCPStore
+
+REPOSITORY = Path(__file__).parents[2]
+sys.path.insert(0, str(REPOSITORY / "tests"))
+from runner import load_script  # noqa: E402
+
+DDP, FSDP = "03-multi-node", "04-fsdp"
+OUT_OF_MEMORY = 3
+SHAPE = REPOSITORY / "common/presets/llama-3.1-8b/config.json"
+TINY = REPOSITORY / "common/presets/llama-tiny/config.json"
+NEVER = str(10**9)
+
+# Each: label, arguments, number of runs. All of them recompute and compile unless they say so.
+FULL, SELECTIVE = "--activation-checkpointing full", "--activation-checkpointing selective"
+OPTIONS = [
+    ("selective", f"--compile {SELECTIVE}", 3),
+    ("full", f"--compile {FULL}", 3),
+    ("no checkpointing", "--compile", 1),
+    ("full, not compiled", FULL, 1),
+    ("full, no reshard", f"--compile {FULL} --no-reshard-after-forward", 1),
+    ("full, prefetch 0", f"--compile {FULL} --prefetch 0", 1),
+    ("full, prefetch 2", f"--compile {FULL} --prefetch 2", 1),
+    ("full, HSDP on 2 halves", f"--compile {FULL} --hsdp", 1),
+    ("full, 4 micro-batches", f"--compile {FULL} --global-batch-size 4x", 1),
+    (
+        "full, 4 micro-batches, all reduced",
+        f"--compile {FULL} --global-batch-size 4x --reduce-every-backward",
+        1,
+    ),
+    ("full, bfloat16 weights", f"--compile {FULL} --param-dtype bfloat16", 1),
+    ("full, offload", f"--compile {FULL} --cpu-offload", 1),
+]
+STRATEGIES = {
+    "DDP": (DDP, ""),
+    "FSDP": (FSDP, ""),
+    "FSDP, full checkpointing": (FSDP, FULL),
+}
+
+
+def child(place: dict, chapter: str, words: list[str], saves: bool, notes: str) -> None:
+    """Run a chapter as one rank; exit with OUT_OF_MEMORY where that is what ends it."""
+    os.chdir(REPOSITORY)
+    os.environ |= place
+    sys.stderr = open(f"{notes}.stderr", "w", buffering=1)  # noqa: PTH123, SIM115
+    sys.argv = [f"{chapter}/train_llm.py", *words]
+    script = load_script(REPOSITORY / chapter / "train_llm.py")
+    script.evaluate = lambda *_: dict.fromkeys(("eval_loss", "perplexity", "bits_per_byte"), 0.0)
+    script.sample_text = lambda *_: ("", "")
+    if saves:
+        note_saves(script, f"{notes}.saves")
+    else:
+        script.save_checkpoint = lambda *_: None
+    if "--pretrained" not in words:  # the values change neither memory nor time
+        script.AutoModelForCausalLM = Empty
+        script.set_model_state_dict = lambda *_, **__: None
+    if chapter == FSDP:
+        script.hosts.memory_bytes = lambda: 2**60  # some machines' grows as it is used
+    try:
+        if not torch.cuda.is_available():
+            pretend_to_be_short_of_memory(script, words)
+        script.main()
+        Path(f"{notes}.reserved").write_text(str(torch.cuda.max_memory_reserved()))
+    except torch.OutOfMemoryError as error:
+        print(error, file=sys.stderr)
+        os._exit(OUT_OF_MEMORY)
+
+
+def pretend_to_be_short_of_memory(script, words: list[str]) -> None:
+    """Fail at a number of blocks as a GPU would, so that the search can be tried on a CPU."""
+    config = script.models.load_config(words[words.index("-m") + 1])
+    if config.num_hidden_layers > 11:
+        raise torch.OutOfMemoryError(f"{config.num_hidden_layers} blocks")
+
+
+class Empty:
+    """Makes models without drawing their weights."""
+
+    @staticmethod
+    def from_config(*args: object, **options: object) -> torch.nn.Module:
+        from transformers import AutoModelForCausalLM, PreTrainedModel
+
+        PreTrainedModel.init_weights = lambda model: model.tie_weights()
+        return AutoModelForCausalLM.from_config(*args, **options)
+
+
+def note_saves(script, path: str) -> None:
+    """Write how long each call holds the training up; the save of the last step is left out."""
+
+    def timed(name: str, function):
+        def call(*args: object) -> object:
+            if torch.cuda.is_available():
+                torch.cuda.synchronize()
+            start = time.perf_counter()
+            found = function(*args)
+            with Path(path).open("a") as file:
+                seconds = time.perf_counter() - start
+                file.write(json.dumps({"what": name, "seconds": seconds, "at": start}) + "\n")
+            return found
+
+        return call
+
+    def not_last(save):
+        def call(run_dir, model, optimizer, lr_scheduler, state, training, keep) -> None:
+            if state["step"] < training["total_steps"]:
+                save(run_dir, model, optimizer, lr_scheduler, state, training, keep)
+
+        return call
+
+    class Noting(script.AsyncCheckpoints):
+        def __init__(self) -> None:
+            super().__init__()
+            self._wait = timed("wait for the one before", self._wait)
+            self._stager.stage = timed("copy", self._stager.stage)
+            self._save = not_last(timed("save", super().__call__))
+
+        def __call__(self, *args: object) -> None:
+            self._save(*args)
+
+    from common import async_checkpoint
+
+    async_checkpoint.write_content = timed("write", async_checkpoint.write_content)
+    script.AsyncCheckpoints = Noting
+    script.save_checkpoint = not_last(timed("save", script.save_checkpoint))
+
+
+def start(configuration: dict, first: int, folder: Path) -> list:
+    """Start the processes of a configuration on GPUs from the first; return them."""
+    gpus, nodes = configuration["gpus"], configuration.get("nodes", 1)
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    name = configuration["label"].replace(" ", "-").replace(",", "")
+    words = [*configuration["words"], "--save-dir", str(folder), "-e", name]
+    threads = max(1, os.cpu_count() // max(8, torch.cuda.device_count()))
+    context = multiprocessing.get_context("forkserver")
+    processes = []
+    for rank in range(gpus):
+        local = gpus // nodes
+        begin = first + rank // local * local
+        place = {
+            "RANK": str(rank),
+            "LOCAL_RANK": str(rank % local),
+            "WORLD_SIZE": str(gpus),
+            "LOCAL_WORLD_SIZE": str(local),
+            "MASTER_ADDR": "localhost",
+            "MASTER_PORT": str(store.port),
+            "TORCHELASTIC_USE_AGENT_STORE": "True",
+            "TORCHELASTIC_RESTART_COUNT": "0",
+            "OMP_NUM_THREADS": str(threads),
+            "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(begin, begin + local))),
+            "WANDB_MODE": "disabled",
+        }
+        saves = configuration.get("saves", False)
+        arguments = (place, configuration["chapter"], words, saves, f"{folder}/{name}-{rank}")
+        process = context.Process(target=child, args=arguments)
+        process.start()
+        processes.append(process)
+    configuration |= {"store": store, "name": name}
+    return processes
+
+
+def run(group: list[dict], folder: Path, timeout: float) -> list[dict | None]:
+    """Run configurations side by side; return what each logged, or None if memory was short."""
+    shutil.rmtree(folder, ignore_errors=True)
+    folder.mkdir(parents=True)
+    started, first = [], 0
+    for configuration in group:
+        started.append(start(configuration, first, folder))
+        first += configuration["gpus"]
+    deadline = time.monotonic() + timeout
+    for processes in started:
+        while any(process.exitcode is None for process in processes):
+            if time.monotonic() > deadline or any(process.exitcode for process in processes):
+                time.sleep(1)  # for the exit status of the one that has the reason
+                for process in processes:
+                    if process.exitcode is None:
+                        os.kill(process.pid, signal.SIGKILL)
+            time.sleep(0.1)
+    return [
+        read(configuration, processes, folder)
+        for configuration, processes in zip(group, started, strict=True)
+    ]
+
+
+def read(configuration: dict, processes: list, folder: Path) -> dict | None:
+    name = configuration["name"]
+    statuses = [process.exitcode for process in processes]
+    if OUT_OF_MEMORY in statuses:
+        return None
+    if any(statuses):
+        for rank in range(len(statuses)):
+            print(f"--- {name} rank {rank}: {statuses[rank]}", flush=True)
+            print((folder / f"{name}-{rank}.stderr").read_text()[-1500:], flush=True)
+        return {"failed": statuses}
+    lines = (folder / name / "metrics.jsonl").read_text().splitlines()
+    metrics = [json.loads(line) for line in lines]
+    counted = [m for m in metrics if m["step"] > configuration["warm_up"] and "loss" in m]
+    keys = [key for key, value in counted[0].items() if isinstance(value, float)]
+    found = {key: statistics.median(line[key] for line in counted) for key in keys}
+    found["reserved_gib"] = int((folder / f"{name}-0.reserved").read_text()) / 2**30
+    saves = folder / f"{name}-0.saves"
+    if saves.exists():
+        found["saves"] = [json.loads(line) for line in saves.read_text().splitlines()]
+        found["total_ms"] = [line["time/total"] for line in metrics if "loss" in line]
+    return found
+
+
+def model_folder(shape: Path, folder: Path, blocks: int | None = None, weights=False) -> Path:
+    """Write a folder with a configuration, of so many blocks, and if asked for with weights."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    content = json.loads(shape.read_text())
+    if blocks is not None:
+        content["num_hidden_layers"] = blocks
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(content))
+    if weights and not (folder / "model.safetensors.index.json").exists():
+        # Drawn on a GPU: the values do not matter, and it takes seconds.
+        device = "cuda" if torch.cuda.is_available() else "cpu"
+        with torch.device(device):
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+        model.to(torch.bfloat16).save_pretrained(
+            folder, max_shard_size="4GB" if device == "cuda" else "1MB"
+        )
+    return folder
+
+
+def weights_in_a_folder(shape: Path, folder: Path) -> Path:
+    """Call model_folder in a process of its own, which alone touches the GPU."""
+    context = multiprocessing.get_context("forkserver")
+    process = context.Process(target=model_folder, args=(shape, folder, None, True))
+    process.start()
+    process.join()
+    return folder
+
+
+class Sets:
+    def __init__(self, args: argparse.Namespace) -> None:
+        self.gpus = torch.cuda.device_count() or 2
+        self.tiny, self.args = args.tiny, args
+        self.folder = Path(args.folder)
+        self.shape = TINY if args.tiny else SHAPE
+        self.seq_length = 64 if args.tiny else 2048
+        self.rows: list[dict] = []
+        self.start = time.monotonic()
+
+    def time_left(self) -> float:
+        return self.args.seconds - (time.monotonic() - self.start)
+
+    def go_on(self) -> None:
+        """Take over the runs that the result file has already."""
+        if self.args.append and self.args.output.exists():
+            done = json.loads(self.args.output.read_text())["results"]["rows"]
+            runs = {row["label"]: row["runs"] for row in done}
+            for row in self.rows:
+                row["runs"] = runs.get(row["label"], [])
+
+    def write(self, **more: object) -> None:
+        keep = ("label", "chapter", "gpus", "nodes", "command", "runs", "blocks", "tries")
+        rows = [{key: row[key] for key in keep if key in row} for row in self.rows]
+        context = multiprocessing.get_context("forkserver")
+        results = {**more, "rows": rows}
+        process = context.Process(target=write_result, args=(self.args.output, results))
+        process.start()  # it asks the GPU for its name
+        process.join()
+
+    def configure(
+        self, label: str, chapter: str, gpus: int, args: str, steps: int, warm_up: int, **more
+    ) -> dict:
+        words = [*shlex.split(args), "--max-steps", str(steps), "--eval-freq", NEVER]
+        if not more.get("saves"):
+            words += ["--ckpt-freq", NEVER]
+        return {
+            **{"label": label, "chapter": chapter, "gpus": gpus, "words": words, "runs": []},
+            **{"warm_up": warm_up, **more},
+            "command": shlex.join([f"{chapter}/train_llm.py", *words]),
+        }
+
+    def once(self, row: dict) -> None:
+        (found,) = run([row], self.folder / "runs", min(300, max(60, self.time_left())))
+        row["runs"].append(found)
+        seen = found and {
+            key: found.get(key) for key in ("tokens_per_s_per_device", "peak_mem_gib")
+        }
+        print(f"{time.monotonic() - self.start:5.0f} s  {row['label']}: {seen}", flush=True)
+        self.write()
+
+    def options(self) -> None:
+        model = weights_in_a_folder(self.shape, self.folder / "model")
+        print(f"{time.monotonic() - self.start:5.0f} s  the model's folder is there", flush=True)
+        common = f"-m {model} --pretrained --tokenizer-name gpt2-tiny -b 1 --lr 1e-5 --log-freq 2"
+        common += " -s 64" if self.tiny else " -s 8192"
+        for label, args, runs in OPTIONS:
+            batch = f"--global-batch-size {self.gpus}"
+            if "4x" in args:
+                batch = f"--global-batch-size {4 * self.gpus}"
+                args = args.replace("--global-batch-size 4x ", "").replace(
+                    "--global-batch-size 4x", ""
+                )
+            steps, warm_up = (4, 2) if "4 micro" in label or "offload" in label else (8, 4)
+            nodes = 2 if "--hsdp" in args else 1
+            words = f"{common} {batch} {args}"
+            row = self.configure(label, FSDP, self.gpus, words, steps, warm_up, nodes=nodes)
+            row["wanted"] = runs
+            self.rows.append(row)
+        self.go_on()
+        for turn in range(3):
+            for row in self.rows:
+                if row["wanted"] > turn >= len(row["runs"]) and self.time_left() > 45:
+                    self.once(row)
+
+    def gpt2(self) -> None:
+        args = "-m gpt2-tiny -b 4" if self.tiny else "-m gpt2 -s 1024 -b 64 --compile --lr 3e-4"
+        counts = [n for n in (8, 4, 2, 1) if n <= self.gpus]
+        for gpus in counts:
+            for chapter in (DDP, FSDP):
+                batch = (4 if self.tiny else 64) * gpus
+                words = f"{args} --global-batch-size {batch} --log-freq 5"
+                label = f"{chapter} on {gpus}"
+                self.rows.append(self.configure(label, chapter, gpus, words, 30, 10))
+        self.go_on()
+        for turn in range(3):
+            for row in self.rows:
+                wanted = row["gpus"] == counts[0] or turn == 0
+                if wanted and turn >= len(row["runs"]) and self.time_left() > 45:
+                    self.once(row)
+
+    def largest(self) -> None:
+        """Strategy by strategy: on 8 GPUs, then on 4, 2 and 1 side by side."""
+        for strategy in STRATEGIES:
+            for group in ([8], [4, 2, 1]):
+                fitting = [n for n in group if n <= self.gpus]
+                cells = [Cell(strategy, gpus, self) for gpus in fitting]
+                self.rows += [cell.row for cell in cells]
+                while searched := [cell for cell in cells if cell.blocks and self.time_left() > 30]:
+                    for cell in searched:
+                        cell.prepare()
+                    found = run([cell.row for cell in searched], self.folder / "runs", 100)
+                    for cell, each in zip(searched, found, strict=True):
+                        cell.learn(each)
+                        print(
+                            f"{time.monotonic() - self.start:5.0f} s  {cell.row['label']}: "
+                            f"{cell.row['tries'][-1]}",
+                            flush=True,
+                        )
+                    self.write(seq_length=self.seq_length, memory_gib=self.args.memory)
+
+    def checkpoint(self) -> None:
+        model = weights_in_a_folder(self.shape, self.folder / "model")
+        print(f"{time.monotonic() - self.start:5.0f} s  the model's folder is there", flush=True)
+        args = f"-m {model} --pretrained --tokenizer-name gpt2-tiny -b 1 --lr 1e-5 --log-freq 1"
+        args += f" --global-batch-size {self.gpus} {FULL} --keep-checkpoints 1"
+        args += " -s 64 --ckpt-freq 6" if self.tiny else " -s 8192 --ckpt-freq 6"
+        for label, more in (("async", " --async-checkpoint"), ("sync", "")):
+            row = self.configure(label, FSDP, self.gpus, args + more, 18, 3, saves=True)
+            self.rows.append(row)
+            self.once(row)
+
+
+class Cell:
+    """The search for the most blocks that a strategy trains on some GPUs.
+
+    Memory grows evenly with the blocks, so two small runs say where to look. It ends when the next
+    larger number, by one block or 2%, has been seen to fail.
+    """
+
+    def __init__(self, strategy: str, gpus: int, sets: Sets) -> None:
+        self.chapter, self.options = STRATEGIES[strategy]
+        self.label, self.gpus, self.sets = f"{strategy} on {gpus}", gpus, sets
+        self.row = {"label": self.label, "gpus": gpus, "chapter": self.chapter, "tries": []}
+        self.works: dict[int, float] = {}
+        self.fails: set[int] = set()
+        self.blocks: int | None = 2
+
+    def prepare(self) -> None:
+        sets = self.sets
+        folder = model_folder(sets.shape, sets.folder / f"shape-{self.blocks}", self.blocks)
+        args = f"-m {folder} --tokenizer-name gpt2-tiny -s {sets.seq_length} -b 1 --lr 1e-5"
+        args += f" --global-batch-size {self.gpus} --log-freq 1 {self.options}"
+        row = sets.configure(self.label, self.chapter, self.gpus, args, 2, 1)
+        self.row |= {key: value for key, value in row.items() if key != "runs"}
+
+    def learn(self, found: dict | None) -> None:
+        """Note what the run said, and choose the next number of blocks, or none."""
+        worked = found is not None and "failed" not in found
+        peak = round(found["peak_mem_gib"], 2) if worked else None
+        self.row["tries"].append({"blocks": self.blocks, "works": worked, "peak_mem_gib": peak})
+        if worked:
+            self.works[self.blocks] = found["peak_mem_gib"]
+        else:
+            self.fails.add(self.blocks)
+        self.row["blocks"] = most = max(self.works, default=0)
+        lowest = min(self.fails, default=None)
+        if not self.works or (found is not None and not worked):
+            self.blocks = None  # not even two blocks, or an error of another kind
+        elif len(self.works) == 1 and not self.fails:
+            self.blocks = 6
+        elif lowest is None:
+            few, many = min(self.works), max(self.works)
+            slope = (self.works[many] - self.works[few]) / (many - few)
+            guess = int((0.97 * self.sets.args.memory - self.works[many]) / slope) + many
+            self.blocks = max(guess, most + max(1, most // 50))
+        elif lowest - most <= max(1, most // 50):
+            self.blocks = None
+        else:
+            step = max(1, lowest // 50)
+            near = lowest - step if lowest - most <= 8 * step else (lowest + most) // 2
+            self.blocks = max(most + 1, near)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("set", choices=["options", "gpt2", "largest", "checkpoint"])
+    parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
+    parser.add_argument(
+        "--folder", default=tempfile.gettempdir() + "/fsdp", help="for models, runs"
+    )
+    parser.add_argument("--seconds", type=float, default=3600, help="begin no run after these")
+    parser.add_argument("--memory", type=float, default=140.4, help="GiB that a GPU has")
+    parser.add_argument("--append", action="store_true", help="add to the runs of the output")
+    parser.add_argument("--tiny", action="store_true", help="small models, to try this file")
+    args = parser.parse_args()
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["torch.distributed.checkpoint", "transformers.models.llama"])
+    sets = Sets(args)
+    getattr(sets, args.set)()
+
+
+if __name__ == "__main__":
+    main()
