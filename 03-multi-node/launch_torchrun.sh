@@ -13,11 +13,14 @@
 # MAX_RESTARTS    how often all processes are started again after a failure
 # LAST_CALL       with MIN:MAX, seconds that MIN nodes wait for more of them
 # PYTHON          the interpreter, if not the one of the active environment or of .venv
+# LAUNCH_FILE     the file that a reader has called, if not this one; its folder has the script
 set -euo pipefail
 # Slurm's warning goes to all processes. torchrun would die of it, but ignores what was ignored when
 # it started; the training script listens.
 trap "" USR1
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
+LAUNCH_FILE=${LAUNCH_FILE:-03-multi-node/launch_torchrun.sh}
+SCRIPT="$(dirname "$LAUNCH_FILE")/train_llm.py"
 
 # The environment that `make train` sets up, or the one that is active.
 PYTHON=${PYTHON:-python}
@@ -26,7 +29,7 @@ if [[ "$PYTHON" == python && -z "${VIRTUAL_ENV:-}" && -x .venv/bin/python ]]; th
 fi
 
 if [[ " $* " == *" --help "* || " $* " == *" -h "* ]]; then
-    exec "$PYTHON" 03-multi-node/train_llm.py --help
+    exec "$PYTHON" "$SCRIPT" --help
 fi
 
 PLAN=$("$PYTHON" -m common.plan "$@")
@@ -44,7 +47,7 @@ VARIABLES=
 for VARIABLE in NNODES HEAD NPROC_PER_NODE MAX_RESTARTS LAST_CALL; do
     [[ -z "${!VARIABLE:-}" ]] || VARIABLES+="$VARIABLE=${!VARIABLE} "
 done
-export LAUNCH_COMMAND="${LAUNCH_COMMAND:-${VARIABLES}bash 03-multi-node/launch_torchrun.sh}"
+export LAUNCH_COMMAND="${LAUNCH_COMMAND:-${VARIABLES}bash $LAUNCH_FILE}"
 # torchrun marks the lines that it shows with this. The script's lines name host and rank already.
 # shellcheck disable=SC2016
 export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE='${role_name}'
@@ -67,4 +70,4 @@ exec "$PYTHON" -m torch.distributed.run \
     --redirects 3 \
     --tee 0:3 \
     --role "" \
-    03-multi-node/train_llm.py -e "$NAME" "$@"
+    "$SCRIPT" -e "$NAME" "$@"

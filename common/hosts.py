@@ -10,8 +10,8 @@ from common.record import gather, rank_and_world_size
 def nodes_and_ranks() -> tuple[int, int]:
     """Return (number of machines, ranks on each); all ranks must call this.
 
-    Ranks of one machine follow each other, whatever has launched them. Raises InputError where
-    there is one machine only, or where they have different numbers of ranks.
+    Raises InputError where there is one machine only, where they have different numbers of ranks,
+    or where the ranks of one machine do not follow each other.
     """
     rank, _ = rank_and_world_size()
     # Two launchers on one machine are two nodes, as for torchrun: their local ranks begin at 0.
@@ -19,12 +19,17 @@ def nodes_and_ranks() -> tuple[int, int]:
     firsts = [rank for rank in local_ranks if local_ranks[rank] == 0]
     ends = [*firsts[1:], len(local_ranks)]
     sizes = [end - first for first, end in zip(firsts, ends, strict=True)]
+    if list(local_ranks.values()) != [rank for size in sizes for rank in range(size)]:
+        raise InputError(
+            "--hsdp needs the ranks of a node to follow each other: start them with srun "
+            "--distribution=block or mpirun --map-by slot, or leave it out."
+        )
     if len(sizes) == 1:
         raise InputError("--hsdp replicates over nodes and there is one: leave it out.")
     if len(set(sizes)) > 1:
         raise InputError(
-            f"--hsdp needs equally many ranks on all nodes, not {' and '.join(map(str, sizes))}: "
-            "start as many on each, or leave it out."
+            f"--hsdp needs equally many ranks on all nodes, not {min(sizes)} here and {max(sizes)} "
+            "there: start as many on each, or leave it out."
         )
     return len(sizes), sizes[0]
 

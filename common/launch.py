@@ -103,6 +103,7 @@ def _leave(sentence: str, status: int) -> NoReturn:
     """Say one sentence and exit; a rank other than 0 speaks only if rank 0 has not ended all."""
     rank = os.environ.get("RANK", "0")
     if rank != "0":
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # the launcher's: rank 0 has spoken then
         wait_for_rank_0(status)
         sentence = f"[rank {rank}] {sentence}"
     print(sentence, file=sys.stderr, flush=True)

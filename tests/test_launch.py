@@ -482,9 +482,9 @@ def test_launch_file_keeps_logs_and_errors_of_each_rank(chapter, flags, tmp_path
     assert done.returncode == 0, done.stderr
     assert "3 sequences x 2 devices x 1 micro-batch" in done.stdout + done.stderr
     logs = tmp_path / "run/logs"
-    (rank_0,) = logs.glob("*/attempt_0/0/stderr.log")
+    (rank_0,) = logs.glob("**/attempt_0/0/stderr.log")
     assert "[rank 0] step 2/2" in rank_0.read_text()
-    assert [path.parent.name for path in sorted(logs.glob("*/attempt_0/*/stderr.log"))] == [
+    assert [path.parent.name for path in sorted(logs.glob("**/attempt_0/*/stderr.log"))] == [
         "0",
         "1",
     ]
@@ -492,7 +492,7 @@ def test_launch_file_keeps_logs_and_errors_of_each_rank(chapter, flags, tmp_path
     assert goes_on in done.stdout + done.stderr
     done = run("--experiment-name=other", "--global-batch-size", 7)
     assert done.returncode == 1
-    (error_file,) = (tmp_path / "other/logs").glob("*/attempt_0/0/error.json")
+    (error_file,) = (tmp_path / "other/logs").glob("**/attempt_0/0/error.json")
     assert "cannot share --global-batch-size 7" in error_file.read_text()
 
 

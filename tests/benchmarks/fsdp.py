@@ -35,9 +35,13 @@ from runner import load_script  # noqa: E402
 
 DDP, FSDP = "03-multi-node", "04-fsdp"
 OUT_OF_MEMORY = 3
+USABLE = 0.96  # of the memory of a GPU: CUDA and NCCL hold some, and no allocator fills it
 SHAPE = REPOSITORY / "common/presets/llama-3.1-8b/config.json"
 TINY = REPOSITORY / "common/presets/llama-tiny/config.json"
 NEVER = str(10**9)
+
+# Imports of these touch no GPU, or no child could use one.
+PRELOAD = ["torch.distributed.checkpoint", "transformers.models.llama", "datasets"]
 
 # Each: label, arguments, number of runs. All of them recompute and compile unless they say so.
 FULL, SELECTIVE = "--activation-checkpointing full", "--activation-checkpointing selective"
@@ -47,17 +51,16 @@ OPTIONS = [
     ("no checkpointing", "--compile", 1),
     ("full, not compiled", FULL, 1),
     ("full, no reshard", f"--compile {FULL} --no-reshard-after-forward", 1),
-    ("full, prefetch 0", f"--compile {FULL} --prefetch 0", 1),
-    ("full, prefetch 2", f"--compile {FULL} --prefetch 2", 1),
     ("full, HSDP on 2 halves", f"--compile {FULL} --hsdp", 1),
-    ("full, 4 micro-batches", f"--compile {FULL} --global-batch-size 4x", 1),
+    ("full, 2 micro-batches", f"--compile {FULL} --global-batch-size 2x", 1),
     (
-        "full, 4 micro-batches, all reduced",
-        f"--compile {FULL} --global-batch-size 4x --reduce-every-backward",
+        "full, 2 micro-batches, all reduced",
+        f"--compile {FULL} --global-batch-size 2x --reduce-every-backward",
         1,
     ),
-    ("full, bfloat16 weights", f"--compile {FULL} --param-dtype bfloat16", 1),
     ("full, offload", f"--compile {FULL} --cpu-offload", 1),
+    ("full, prefetch 0", f"--compile {FULL} --prefetch 0", 1),
+    ("full, bfloat16 weights", f"--compile {FULL} --param-dtype bfloat16", 1),
 ]
 STRATEGIES = {
     "DDP": (DDP, ""),
@@ -66,7 +69,7 @@ STRATEGIES = {
 }
 
 
-def child(place: dict, chapter: str, words: list[str], saves: bool, notes: str) -> None:
+def child(place: dict, chapter: str, words: list[str], purpose: str, notes: str) -> None:
     """Run a chapter as one rank; exit with OUT_OF_MEMORY where that is what ends it."""
     os.chdir(REPOSITORY)
     os.environ |= place
@@ -75,11 +78,11 @@ def child(place: dict, chapter: str, words: list[str], saves: bool, notes: str) 
     script = load_script(REPOSITORY / chapter / "train_llm.py")
     script.evaluate = lambda *_: dict.fromkeys(("eval_loss", "perplexity", "bits_per_byte"), 0.0)
     script.sample_text = lambda *_: ("", "")
-    if saves:
+    if purpose == "saves":
         note_saves(script, f"{notes}.saves")
     else:
         script.save_checkpoint = lambda *_: None
-    if "--pretrained" not in words:  # the values change neither memory nor time
+    if purpose == "memory":  # the values do not matter then, and drawing takes minutes
         script.AutoModelForCausalLM = Empty
         script.set_model_state_dict = lambda *_, **__: None
     if chapter == FSDP:
@@ -177,8 +180,8 @@ def start(configuration: dict, first: int, folder: Path) -> list:
             "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(begin, begin + local))),
             "WANDB_MODE": "disabled",
         }
-        saves = configuration.get("saves", False)
-        arguments = (place, configuration["chapter"], words, saves, f"{folder}/{name}-{rank}")
+        purpose = configuration.get("purpose", "time")
+        arguments = (place, configuration["chapter"], words, purpose, f"{folder}/{name}-{rank}")
         process = context.Process(target=child, args=arguments)
         process.start()
         processes.append(process)
@@ -278,12 +281,15 @@ class Sets:
         """Take over the runs that the result file has already."""
         if self.args.append and self.args.output.exists():
             done = json.loads(self.args.output.read_text())["results"]["rows"]
-            runs = {row["label"]: row["runs"] for row in done}
+            known = {row["label"]: row for row in done}
             for row in self.rows:
-                row["runs"] = runs.get(row["label"], [])
+                if row["label"] in known:  # with the arguments that it had then
+                    row |= known[row["label"]]
+                    row["words"] = shlex.split(row["command"])[1:]
 
     def write(self, **more: object) -> None:
-        keep = ("label", "chapter", "gpus", "nodes", "command", "runs", "blocks", "tries")
+        keep = ("label", "strategy", "chapter", "gpus", "nodes", "command", "warm_up", "runs")
+        keep += ("predicted", "blocks", "tries")
         rows = [{key: row[key] for key in keep if key in row} for row in self.rows]
         context = multiprocessing.get_context("forkserver")
         results = {**more, "rows": rows}
@@ -295,7 +301,7 @@ class Sets:
         self, label: str, chapter: str, gpus: int, args: str, steps: int, warm_up: int, **more
     ) -> dict:
         words = [*shlex.split(args), "--max-steps", str(steps), "--eval-freq", NEVER]
-        if not more.get("saves"):
+        if more.get("purpose") != "saves":
             words += ["--ckpt-freq", NEVER]
         return {
             **{"label": label, "chapter": chapter, "gpus": gpus, "words": words, "runs": []},
@@ -303,28 +309,27 @@ class Sets:
             "command": shlex.join([f"{chapter}/train_llm.py", *words]),
         }
 
-    def once(self, row: dict) -> None:
-        (found,) = run([row], self.folder / "runs", min(300, max(60, self.time_left())))
-        row["runs"].append(found)
-        seen = found and {
-            key: found.get(key) for key in ("tokens_per_s_per_device", "peak_mem_gib")
-        }
-        print(f"{time.monotonic() - self.start:5.0f} s  {row['label']}: {seen}", flush=True)
+    def once(self, *rows: dict) -> None:
+        """Run configurations side by side, once, and write what was found."""
+        timeout = min(300, max(60, self.time_left()))
+        for row, found in zip(rows, run(list(rows), self.folder / "runs", timeout), strict=True):
+            row["runs"].append(found)
+            shown = ("tokens_per_s_per_device", "peak_mem_gib")
+            seen = found and {key: found.get(key) for key in shown}
+            print(f"{time.monotonic() - self.start:5.0f} s  {row['label']}: {seen}", flush=True)
         self.write()
 
     def options(self) -> None:
         model = weights_in_a_folder(self.shape, self.folder / "model")
         print(f"{time.monotonic() - self.start:5.0f} s  the model's folder is there", flush=True)
-        common = f"-m {model} --pretrained --tokenizer-name gpt2-tiny -b 1 --lr 1e-5 --log-freq 2"
+        common = f"-m {model} --pretrained --tokenizer-name gpt2-tiny -b 1 --lr 1e-5 --log-freq 1"
         common += " -s 64" if self.tiny else " -s 8192"
         for label, args, runs in OPTIONS:
             batch = f"--global-batch-size {self.gpus}"
-            if "4x" in args:
-                batch = f"--global-batch-size {4 * self.gpus}"
-                args = args.replace("--global-batch-size 4x ", "").replace(
-                    "--global-batch-size 4x", ""
-                )
-            steps, warm_up = (4, 2) if "4 micro" in label or "offload" in label else (8, 4)
+            if "2x" in args:
+                batch = f"--global-batch-size {2 * self.gpus}"
+                args = args.replace("--global-batch-size 2x", "")
+            steps, warm_up = (3, 1) if "2 micro" in label or "offload" in label else (4, 2)
             nodes = 2 if "--hsdp" in args else 1
             words = f"{common} {batch} {args}"
             row = self.configure(label, FSDP, self.gpus, words, steps, warm_up, nodes=nodes)
@@ -333,7 +338,7 @@ class Sets:
         self.go_on()
         for turn in range(3):
             for row in self.rows:
-                if row["wanted"] > turn >= len(row["runs"]) and self.time_left() > 45:
+                if row["wanted"] > turn >= len(row["runs"]) and self.time_left() > 35:
                     self.once(row)
 
     def gpt2(self) -> None:
@@ -344,20 +349,24 @@ class Sets:
                 batch = (4 if self.tiny else 64) * gpus
                 words = f"{args} --global-batch-size {batch} --log-freq 5"
                 label = f"{chapter} on {gpus}"
-                self.rows.append(self.configure(label, chapter, gpus, words, 30, 10))
+                self.rows.append(self.configure(label, chapter, gpus, words, 20, 10))
         self.go_on()
+        for chapter in (DDP, FSDP):  # the smaller numbers of GPUs once, side by side
+            rest = [r for r in self.rows if r["gpus"] < counts[0] and r["chapter"] == chapter]
+            if rest and not rest[0]["runs"]:
+                self.once(*rest)
         for turn in range(3):
-            for row in self.rows:
-                wanted = row["gpus"] == counts[0] or turn == 0
-                if wanted and turn >= len(row["runs"]) and self.time_left() > 45:
+            for row in [row for row in self.rows if row["gpus"] == counts[0]]:
+                if turn >= len(row["runs"]) and self.time_left() > 25:
                     self.once(row)
 
     def largest(self) -> None:
         """Strategy by strategy: on 8 GPUs, then on 4, 2 and 1 side by side."""
+        predicted = self.predict_largest()
         for strategy in STRATEGIES:
             for group in ([8], [4, 2, 1]):
                 fitting = [n for n in group if n <= self.gpus]
-                cells = [Cell(strategy, gpus, self) for gpus in fitting]
+                cells = [Cell(strategy, n, predicted[strategy, n], self) for n in fitting]
                 self.rows += [cell.row for cell in cells]
                 while searched := [cell for cell in cells if cell.blocks and self.time_left() > 30]:
                     for cell in searched:
@@ -365,21 +374,45 @@ class Sets:
                     found = run([cell.row for cell in searched], self.folder / "runs", 100)
                     for cell, each in zip(searched, found, strict=True):
                         cell.learn(each)
+                        seconds = time.monotonic() - self.start
                         print(
-                            f"{time.monotonic() - self.start:5.0f} s  {cell.row['label']}: "
-                            f"{cell.row['tries'][-1]}",
-                            flush=True,
+                            f"{seconds:5.0f} s  {cell.label}: {cell.row['tries'][-1]}", flush=True
                         )
                     self.write(seq_length=self.seq_length, memory_gib=self.args.memory)
+
+    def predict_largest(self) -> dict[tuple[str, int], int]:
+        """Return where 04-fsdp/memory.py says that the search ends: memory is linear in blocks."""
+        if self.tiny:
+            return {(strategy, n): 13 for strategy in STRATEGIES for n in (1, 2, 4, 8)}
+        memory = load_script(REPOSITORY / "04-fsdp/memory.py")
+        counted = {4: {}, 8: {}}
+        predicted = {}
+        for strategy, (chapter, words) in STRATEGIES.items():
+            for gpus in (1, 2, 4, 8):
+                options = memory.Options(
+                    sharding="ddp" if chapter == DDP else "fsdp",
+                    gpus=gpus,
+                    batch_size=1,
+                    seq_length=self.seq_length,
+                    activation_checkpointing="full" if words == FULL else "none",
+                )
+                peaks = {}
+                for blocks in counted:
+                    config = memory.models.load_config("llama-3.1-8b")
+                    config.num_hidden_layers = blocks
+                    peaks[blocks] = memory.predict(config, options, counted[blocks])["peak"] / 2**30
+                slope = (peaks[8] - peaks[4]) / 4
+                predicted[strategy, gpus] = int(8 + (USABLE * self.args.memory - peaks[8]) / slope)
+        return predicted
 
     def checkpoint(self) -> None:
         model = weights_in_a_folder(self.shape, self.folder / "model")
         print(f"{time.monotonic() - self.start:5.0f} s  the model's folder is there", flush=True)
         args = f"-m {model} --pretrained --tokenizer-name gpt2-tiny -b 1 --lr 1e-5 --log-freq 1"
-        args += f" --global-batch-size {self.gpus} {FULL} --keep-checkpoints 1"
-        args += " -s 64 --ckpt-freq 6" if self.tiny else " -s 8192 --ckpt-freq 6"
+        args += f" --global-batch-size {self.gpus} {FULL} --keep-checkpoints 1 --ckpt-freq 10"
+        args += f" -s {self.seq_length}"
         for label, more in (("async", " --async-checkpoint"), ("sync", "")):
-            row = self.configure(label, FSDP, self.gpus, args + more, 18, 3, saves=True)
+            row = self.configure(label, FSDP, self.gpus, args + more, 20, 3, purpose="saves")
             self.rows.append(row)
             self.once(row)
 
@@ -387,52 +420,45 @@ class Sets:
 class Cell:
     """The search for the most blocks that a strategy trains on some GPUs.
 
-    Memory grows evenly with the blocks, so two small runs say where to look. It ends when the next
-    larger number, by one block or 2%, has been seen to fail.
+    It begins where memory.py expects the end, and ends when the next larger number, by one block or
+    2%, has been seen to fail.
     """
 
-    def __init__(self, strategy: str, gpus: int, sets: Sets) -> None:
+    def __init__(self, strategy: str, gpus: int, predicted: int, sets: Sets) -> None:
         self.chapter, self.options = STRATEGIES[strategy]
         self.label, self.gpus, self.sets = f"{strategy} on {gpus}", gpus, sets
         self.row = {"label": self.label, "gpus": gpus, "chapter": self.chapter, "tries": []}
-        self.works: dict[int, float] = {}
+        self.row |= {"strategy": strategy, "predicted": predicted}
+        self.step = max(1, predicted // 50)
+        self.works: set[int] = set()
         self.fails: set[int] = set()
-        self.blocks: int | None = 2
+        self.blocks: int | None = predicted
 
     def prepare(self) -> None:
         sets = self.sets
         folder = model_folder(sets.shape, sets.folder / f"shape-{self.blocks}", self.blocks)
         args = f"-m {folder} --tokenizer-name gpt2-tiny -s {sets.seq_length} -b 1 --lr 1e-5"
         args += f" --global-batch-size {self.gpus} --log-freq 1 {self.options}"
-        row = sets.configure(self.label, self.chapter, self.gpus, args, 2, 1)
+        row = sets.configure(self.label, self.chapter, self.gpus, args, 2, 1, purpose="memory")
         self.row |= {key: value for key, value in row.items() if key != "runs"}
 
     def learn(self, found: dict | None) -> None:
         """Note what the run said, and choose the next number of blocks, or none."""
-        worked = found is not None and "failed" not in found
-        peak = round(found["peak_mem_gib"], 2) if worked else None
-        self.row["tries"].append({"blocks": self.blocks, "works": worked, "peak_mem_gib": peak})
-        if worked:
-            self.works[self.blocks] = found["peak_mem_gib"]
-        else:
-            self.fails.add(self.blocks)
-        self.row["blocks"] = most = max(self.works, default=0)
-        lowest = min(self.fails, default=None)
-        if not self.works or (found is not None and not worked):
-            self.blocks = None  # not even two blocks, or an error of another kind
-        elif len(self.works) == 1 and not self.fails:
-            self.blocks = 6
-        elif lowest is None:
-            few, many = min(self.works), max(self.works)
-            slope = (self.works[many] - self.works[few]) / (many - few)
-            guess = int((0.97 * self.sets.args.memory - self.works[many]) / slope) + many
-            self.blocks = max(guess, most + max(1, most // 50))
-        elif lowest - most <= max(1, most // 50):
+        if found is not None and "failed" in found:
+            self.row["tries"].append({"blocks": self.blocks, **found})
             self.blocks = None
+            return
+        peak = None if found is None else round(found["peak_mem_gib"], 2)
+        self.row["tries"].append({"blocks": self.blocks, "peak_mem_gib": peak})
+        (self.fails if found is None else self.works).add(self.blocks)
+        most, least = max(self.works, default=0), min(self.fails, default=None)
+        self.row["blocks"] = most
+        if least is None:
+            self.blocks = most + self.step
+        elif least - most > self.step:
+            self.blocks = least - self.step
         else:
-            step = max(1, lowest // 50)
-            near = lowest - step if lowest - most <= 8 * step else (lowest + most) // 2
-            self.blocks = max(most + 1, near)
+            self.blocks = None
 
 
 def main() -> None:
@@ -448,7 +474,7 @@ def main() -> None:
     parser.add_argument("--tiny", action="store_true", help="small models, to try this file")
     args = parser.parse_args()
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["torch.distributed.checkpoint", "transformers.models.llama"])
+    context.set_forkserver_preload(PRELOAD)
     sets = Sets(args)
     getattr(sets, args.set)()
 

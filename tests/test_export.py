@@ -1,0 +1,422 @@
+"""A run becomes a folder that transformers loads, with the run's own numbers, and trains on."""
+
+import json
+import os
+import resource
+import shutil
+import signal
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from conftest import CHAPTERS, ROOT, load_script, read_metrics, run_script
+from runner import Ranks, finish, server_context, start
+from safetensors.torch import load_file
+from torch import nn
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.fsdp import fully_shard
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+
+from common import launch, models, record
+from common.checkpoint import save_checkpoint
+from common.record import describe_model
+
+SCRIPT = ROOT / "04-fsdp/export.py"
+SMALL = ["-s", 32, "--global-batch-size", 6, "--max-steps", 4, "--ckpt-freq", 2]
+IDS = torch.arange(64).view(2, 32) * 61 % 4096
+RUNS = {"gpt2": "gpt2-tiny", "llama": "llama-tiny", "zero": "gpt2-tiny", "fsdp": "llama-tiny"}
+TIED = "lm_head.weight"
+
+
+def random_model(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
+    """Return a model of which no two tensors are alike, the same each time."""
+    model = AutoModelForCausalLM.from_config(models.load_config(name)).to(dtype)
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter.data, std=0.1, generator=generator)
+    return model
+
+
+def save_run(run_dir: Path, name: str, model: nn.Module, dtype: str = "float32") -> None:
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    training = {"model": describe_model(model), "seq_length": 32, "param_dtype": dtype}
+    schedule = LambdaLR(optimizer, lambda step: 1.0)
+    save_checkpoint(run_dir, model, optimizer, schedule, {"step": 7}, training, keep=1)
+
+
+def save_sharded(rank: int, run_dir: Path, name: str) -> None:
+    """Save a run as the ranks of FSDP2 do, each its shards."""
+    dist.init_process_group("gloo", f"file://{run_dir}.store", rank=rank, world_size=2)
+    model = random_model(name)
+    for block in model.model.layers:
+        fully_shard(block)
+    fully_shard(model)
+    save_run(run_dir, name, model)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory) -> Path:
+    """Return the folder of four runs: chapter 1's with two models, ZeRO-1's and FSDP2's."""
+    folder = tmp_path_factory.mktemp("runs")
+    corpus = folder / "corpus.txt"
+    corpus.write_text("".join(f"Text number {n}, of many words. " * 20 for n in range(50)))
+    args = ["-d", corpus, *SMALL, "--save-dir", folder]
+    alone = [start([*args, "-m", RUNS[name], "-e", name]) for name in ("gpt2", "llama")]
+    assert [finish(process) for process in alone] == [0, 0]
+    assert Ranks(2, [*args, "-e", "zero", "--zero1"], chapter="02-ddp").finish() == [0, 0]
+    process = server_context().Process
+    ranks = [
+        process(target=save_sharded, args=(rank, folder / "fsdp", RUNS["fsdp"])) for rank in (0, 1)
+    ]
+    for each in ranks:
+        each.start()
+    assert [finish(each) for each in ranks] == [0, 0]
+    return folder
+
+
+@pytest.fixture
+def export(monkeypatch, capfd):
+    """Return a function that runs the script in this process and returns what it printed."""
+
+    def run(*args: object, plant=lambda script: None) -> str:
+        script = load_script(SCRIPT)
+        plant(script)
+        monkeypatch.setattr(sys, "argv", ["export.py", *map(str, args)])
+        capfd.readouterr()
+        script.main()
+        return capfd.readouterr().out
+
+    return run
+
+
+@pytest.fixture
+def refuse(monkeypatch, capfd, tmp_path):
+    """Return a function that expects a refusal and returns its one sentence."""
+
+    def run(*args: object) -> str:
+        before = listing(tmp_path)
+        monkeypatch.setattr(sys, "argv", ["export.py", *map(str, args)])
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as exit_:
+            launch.run(load_script(SCRIPT).main)
+        out, err = capfd.readouterr()
+        assert exit_.value.code == 2 and not out, err
+        assert len(err.splitlines()) == 1 and err.endswith(".\n"), err
+        assert listing(tmp_path) == before, "nothing was written, nothing lost"
+        return err
+
+    return run
+
+
+def listing(folder: Path) -> dict[Path, bytes]:
+    return {path: path.read_bytes() if path.is_file() else b"" for path in folder.rglob("*")}
+
+
+def read_run(run_dir: Path, name: str, step: int) -> nn.Module:
+    """Return the model that the run had after a step, by another way than the script's."""
+    model = AutoModelForCausalLM.from_config(models.load_config(name))
+    path = run_dir / f"checkpoints/step-{step:08d}"
+    dcp.load({"model": model.state_dict()}, checkpoint_id=path, no_dist=True)
+    return model
+
+
+def read_weights(folder: Path) -> dict[str, torch.Tensor]:
+    files = [load_file(path) for path in folder.glob("*.safetensors")]
+    merged = {name: tensor for tensors in files for name, tensor in tensors.items()}
+    assert len(merged) == sum(map(len, files)), "each tensor stands in one file"
+    return merged
+
+
+def compare(folder: Path, expected: nn.Module) -> None:
+    """Compare what plain transformers makes of a folder with a model, in all weights and logits."""
+    model = AutoModelForCausalLM.from_pretrained(folder)
+    state, expected_state = model.state_dict(), expected.state_dict()
+    assert state.keys() == expected_state.keys()
+    for name, tensor in expected_state.items():
+        assert state[name].dtype == tensor.dtype and torch.equal(state[name], tensor), name
+    with torch.no_grad():
+        logits, expected_logits = model(IDS).logits, expected.eval()(IDS).logits
+    assert expected_logits.std() > 0.1
+    assert torch.allclose(logits, expected_logits, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("run", ["gpt2", "llama", "zero"])
+def test_transformers_has_the_numbers_of_the_run(run, runs, export, tmp_path):
+    out = export(runs / run, tmp_path / "model", "-m", RUNS[run])
+    expected = read_run(runs / run, RUNS[run], 4)
+    compare(tmp_path / "model", expected)
+    parameters = f"{expected.num_parameters():,} parameters in float32"
+    assert f"step 4 of {runs / run}, {parameters}" in out
+    assert f"python 01-single-gpu/train_llm.py --pretrained -m {tmp_path}/model\n" in out
+    assert list(tmp_path.iterdir()) == [tmp_path / "model"]
+    modes = {path.stat().st_mode for path in (tmp_path / "model").iterdir()}
+    assert len(modes) == 1, "who may read one file may read all"
+
+
+def test_shards_of_two_ranks_become_whole(runs, export, tmp_path):
+    run = runs / "fsdp"
+    assert {path.name[:4] for path in run.glob("checkpoints/*/*.distcp")} == {"__0_", "__1_"}
+    export(run, tmp_path / "model", "-m", "llama-tiny")
+    compare(tmp_path / "model", random_model("llama-tiny"))
+
+
+def test_tokenizer_and_settings_come_back(runs, export, tmp_path):
+    for run in ("gpt2", "llama"):
+        folder = tmp_path / run
+        export(runs / run, folder, "-m", RUNS[run])
+        before, after = models.load_tokenizer(RUNS[run]), AutoTokenizer.from_pretrained(folder)
+        assert models.load_tokenizer(str(folder)).get_vocab() == before.get_vocab()
+        for text in (
+            "def f(x):\n\treturn 'x' * 2\n",
+            "Stra\u00dfe, \u65e5\u672c <|endoftext|> a  b",
+        ):
+            ids = after(text)["input_ids"]
+            assert ids == before(text)["input_ids"] and after.decode(ids) == text
+        assert after.eos_token_id == before.eos_token_id == 0
+        # A run that begins from the folder is of the same model, to the last setting.
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(models.load_config(str(folder)))
+        training = json.loads((runs / run / "state.json").read_text())["training"]
+        assert describe_model(model) == training["model"]
+        model = AutoModelForCausalLM.from_pretrained(folder)
+        assert model.generation_config.eos_token_id == 0 and model.config.use_cache
+        text = model.generate(IDS[:1, :5], max_new_tokens=3, do_sample=False, pad_token_id=0)
+        assert text.shape[1] <= 8
+
+
+def test_tied_weights_stand_there_once(runs, export, tmp_path):
+    for run, tied in (("gpt2", True), ("llama", False)):
+        export(runs / run, tmp_path / run, "-m", RUNS[run])
+        weights, expected = read_weights(tmp_path / run), read_run(runs / run, RUNS[run], 4)
+        assert (TIED not in weights) == tied
+        assert weights.keys() == dict(expected.named_parameters()).keys()
+        expected.save_pretrained(tmp_path / "usual")
+        names = {path.name for path in (tmp_path / "usual").iterdir()}
+        assert names < {path.name for path in (tmp_path / run).iterdir()}
+        usual = load_file(tmp_path / "usual/model.safetensors")
+        assert all(torch.equal(weights[name], usual.pop(name)) for name in weights) and not usual
+
+
+@pytest.mark.parametrize("chapter", CHAPTERS)
+def test_training_goes_on_from_the_folder(chapter, runs, export, tmp_path):
+    """A step at rate 0 changes no weight, so its evaluation is that of the folder."""
+    folder = tmp_path / "model"
+    export(runs / "gpt2", folder)
+    args = ["-d", runs / "corpus.txt", *SMALL, "--max-steps", 1, "--lr", 0, "--seed", 5]
+    args += ["--save-dir", tmp_path, "-m", folder]
+    processes = [
+        start([*args, "-e", "run", "--pretrained"], chapter=chapter),
+        start([*args, "-e", "anew"], chapter=chapter),
+    ]
+    assert [finish(process) for process in processes] == [0, 0]
+    expected = read_metrics(runs / "gpt2")[-1]["eval_loss"]
+    found = {name: read_metrics(tmp_path / name)[-1]["eval_loss"] for name in ("run", "anew")}
+    assert found["run"] == pytest.approx(expected, rel=1e-6)
+    assert found["anew"] != pytest.approx(expected, rel=1e-2), "without --pretrained"
+
+
+def test_training_goes_on_with_another_model(runs, export, train, tmp_path):
+    export(runs / "llama", tmp_path / "model", "-m", "llama-tiny", "--max-shard-size", "1MB")
+    args = ("-d", runs / "corpus.txt", *SMALL, "--max-steps", 1, "--lr", 0, "--pretrained")
+    (*_, metrics) = train(*args, "-m", tmp_path / "model")
+    expected = read_metrics(runs / "llama")[-1]["eval_loss"]
+    assert metrics["eval_loss"] == pytest.approx(expected, rel=1e-6)
+
+
+def test_another_step(runs, export, tmp_path):
+    export(runs / "gpt2", tmp_path / "model", "--step", 2)
+    compare(tmp_path / "model", read_run(runs / "gpt2", "gpt2-tiny", 2))
+    with pytest.raises(AssertionError):
+        compare(tmp_path / "model", read_run(runs / "gpt2", "gpt2-tiny", 4))
+
+
+def test_several_files_of_weights(runs, export, tmp_path):
+    export(runs / "llama", tmp_path / "model", "-m", "llama-tiny", "--max-shard-size", "1MB")
+    index = json.loads((tmp_path / "model/model.safetensors.index.json").read_text())
+    files = {path.name for path in (tmp_path / "model").glob("*.safetensors")}
+    assert set(index["weight_map"].values()) == files and len(files) > 2
+    compare(tmp_path / "model", read_run(runs / "llama", "llama-tiny", 4))
+
+
+def test_dtypes(runs, export, tmp_path):
+    export(runs / "gpt2", tmp_path / "half", "--param-dtype", "bfloat16")
+    rounded = read_run(runs / "gpt2", "gpt2-tiny", 4).to(torch.bfloat16)
+    compare(tmp_path / "half", rounded)
+    model = random_model("gpt2-tiny", torch.bfloat16)
+    save_run(tmp_path / "run", "gpt2-tiny", model, "bfloat16")
+    export(tmp_path / "run", tmp_path / "as-trained")
+    compare(tmp_path / "as-trained", model)
+    export(tmp_path / "run", tmp_path / "wide", "--param-dtype", "float32")
+    compare(tmp_path / "wide", model.float())
+
+
+def test_generation_settings_of_the_model_are_kept(runs, export, tmp_path):
+    origin = tmp_path / "origin"
+    shutil.copytree(ROOT / "common/presets/gpt2-tiny", origin)
+    settings = {"eos_token_id": [0, 7], "temperature": 0.6, "do_sample": True}
+    GenerationConfig(**settings).save_pretrained(origin)
+    args = ("-m", origin, "--tokenizer-name", "gpt2-tiny")
+    export(runs / "gpt2", tmp_path / "model", *args)
+    kept = GenerationConfig.from_pretrained(tmp_path / "model").to_dict()
+    assert {name: kept[name] for name in settings} == settings
+    (origin / "generation_config.json").write_text('{"do_sample": false, "temperature": 0.5}')
+    export(runs / "gpt2", tmp_path / "other", *args)  # one that transformers would not save
+    compare(tmp_path / "other", read_run(runs / "gpt2", "gpt2-tiny", 4))
+
+
+def test_nothing_but_the_weights_is_read(runs, export, tmp_path, monkeypatch):
+    read, read_data = [], FileSystemReader.read_data
+
+    def note(self, plan, planner):
+        read.extend(item.storage_index.fqn for item in plan.items)
+        return read_data(self, plan, planner)
+
+    monkeypatch.setattr(FileSystemReader, "read_data", note)
+    export(runs / "gpt2", tmp_path / "model")
+    model = AutoModelForCausalLM.from_config(models.load_config("gpt2-tiny"))
+    assert sorted(read) == sorted(f"model.{name}" for name, _ in model.named_parameters())
+
+
+def leave_out_loading(script) -> None:
+    script.dcp = type("dcp", (), {"load": lambda content, **_: None})
+
+
+def swap_two(script) -> None:
+    def load(content, **options):
+        dcp.load(content, **options)
+        one, two = (content["model"][f"transformer.h.{n}.mlp.c_fc.weight"] for n in (0, 1))
+        kept = one.clone()
+        one.copy_(two)
+        two.copy_(kept)
+
+    script.dcp = type("dcp", (), {"load": load})
+
+
+def change_one_number(script) -> None:
+    def load(content, **options):
+        dcp.load(content, **options)
+        content["model"]["transformer.ln_f.bias"][3] += 1e-3
+
+    script.dcp = type("dcp", (), {"load": load})
+
+
+@pytest.mark.parametrize("plant", [leave_out_loading, swap_two, change_one_number])
+def test_planted_bug_is_noticed(plant, runs, export, tmp_path):
+    export(runs / "gpt2", tmp_path / "model", plant=plant)
+    with pytest.raises(AssertionError):
+        compare(tmp_path / "model", read_run(runs / "gpt2", "gpt2-tiny", 4))
+
+
+def test_bad_input(runs, refuse, tmp_path):
+    target = tmp_path / "model"
+    assert "no such folder" in refuse(tmp_path / "nothing", target)
+    assert "no state.json" in refuse(runs, target)
+    assert "no state.json" in refuse(runs / "corpus.txt", target)
+    assert "another model than gpt2-tiny: give -m" in refuse(runs / "llama", target)
+    assert "another model than gpt2: give -m" in refuse(runs / "gpt2", target, "-m", "gpt2")
+    assert "no checkpoint of step 3, only of 2, 4" in refuse(runs / "gpt2", target, "--step", 3)
+    assert "There is no model at" in refuse(runs / "gpt2", target, "-m", tmp_path / "nope")
+    assert "no tokenizer" in refuse(runs / "gpt2", target, "--tokenizer-name", runs)
+    assert "is the name of a preset" in refuse(runs / "gpt2", "gpt2-tiny")
+    target.mkdir()
+    (target / "thesis.txt").write_text("the only copy")
+    assert f"{target} exists already" in refuse(runs / "gpt2", target)
+    assert "exists already" in refuse(runs / "gpt2", target / "thesis.txt")
+    assert "File exists" in refuse(runs / "gpt2", target / "thesis.txt" / "model")
+
+
+@pytest.mark.parametrize("size", ["5", "0GB", "-1MB", "big", "1.5GB"])
+def test_a_size_that_is_none(size, runs, monkeypatch, tmp_path, capsys):
+    argv = ["export.py", "run", "model", f"--max-shard-size={size}"]
+    monkeypatch.setattr(sys, "argv", argv)
+    with pytest.raises(SystemExit) as exit_:
+        load_script(SCRIPT).main()
+    assert exit_.value.code == 2 and "is no size such as" in capsys.readouterr().err
+
+
+def test_damaged_runs(runs, export, refuse, tmp_path):
+    run, target = tmp_path / "run", tmp_path / "model"
+    shutil.copytree(runs / "gpt2", run)
+    (file,) = run.glob("checkpoints/step-00000004/*.distcp")
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.write_bytes(content)
+    assert f"{file} is damaged: give another --step (2)" in refuse(run, target)
+    file.unlink()
+    assert f"{file} is damaged" in refuse(run, target)
+    export(run, target, "--step", 2)
+    compare(target, read_run(runs / "gpt2", "gpt2-tiny", 2))
+    shutil.rmtree(target)
+    shutil.rmtree(run / "checkpoints/step-00000002")
+    assert "is damaged: no other step is kept" in refuse(run, target)
+    shutil.rmtree(run / "checkpoints")
+    assert "no complete checkpoint" in refuse(run, target)
+    for text in ("{", "[]", "{}", '{"format": 9, "training": {}, "checkpoints": []}'):
+        (run / "state.json").write_text(text)
+        assert "state.json is damaged" in refuse(run, target)
+
+
+def test_what_stops_the_reading(runs, refuse, export, tmp_path, monkeypatch):
+    """A run that goes on deletes old checkpoints; Ctrl-C stays Ctrl-C."""
+    run, target = tmp_path / "run", tmp_path / "model"
+    shutil.copytree(runs / "gpt2", run)
+    monkeypatch.setattr(record, "measure_file", lambda file: measures[file.name])
+    measures = json.loads((run / "state.json").read_text())["checkpoints"][-1]["files"]
+    next(run.glob("checkpoints/step-00000004/*.distcp")).unlink()
+    assert "cannot be read (No such file or directory): if the run went" in refuse(run, target)
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(FileSystemReader, "read_data", interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        export(run, target)
+    assert not target.exists()
+
+
+def test_full_disk(runs, refuse, export, tmp_path):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    for limit in (500_000, 500):  # the weights do not fit, nor does config.json
+        resource.setrlimit(resource.RLIMIT_FSIZE, (limit, before[1]))
+        try:
+            sentence = refuse(runs / "gpt2", tmp_path / "model")
+        finally:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        assert "could not be written" in sentence and "File too large" in sentence
+    export(runs / "gpt2", tmp_path / "model")
+
+
+def killed_export(run: Path, target: Path) -> None:
+    def kill(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    script = load_script(SCRIPT)
+    script.Path.replace = kill  # all is written, but not yet under its name
+    sys.argv = ["export.py", str(run), str(target)]
+    script.main()
+
+
+def test_a_kill_leaves_nothing_under_the_name(runs, export, tmp_path):
+    target = tmp_path / "model"
+    process = server_context().Process(target=killed_export, args=(runs / "gpt2", target))
+    process.start()
+    assert finish(process) == -signal.SIGKILL
+    assert not target.exists() and len(list(tmp_path.glob(".model-*/model/*.safetensors"))) == 1
+    export(runs / "gpt2", target)
+    compare(target, read_run(runs / "gpt2", "gpt2-tiny", 4))
+
+
+def test_as_a_reader_starts_it(runs, tmp_path):
+    done = run_script("04-fsdp/export.py", runs / "gpt2", tmp_path / "deep/er/model")
+    assert done.returncode == 0 and not done.stderr
+    assert len(done.stdout.splitlines()) == 3
+    compare(tmp_path / "deep/er/model", read_run(runs / "gpt2", "gpt2-tiny", 4))
+    source = SCRIPT.read_text()
+    assert source.isascii() and max(map(len, source.splitlines())) <= 100
+    assert "python 04-fsdp/export.py outputs/my-run my-model" in source.split('"""')[1]

@@ -1,0 +1,248 @@
+"""Weights sharded within each node and replicated over the nodes: --hsdp on two nodes of two ranks.
+
+Two launchers on one machine are two nodes, as far as torchrun and the script are concerned.
+"""
+
+import json
+import re
+import signal
+import subprocess
+from collections import defaultdict
+from pathlib import Path
+
+import pytest
+from conftest import ROOT, free_port
+from runner import finish, start
+from test_multi_node import NODES, PAUSE, STEPS, Lab, note_samples
+from test_parity import Ladder, assert_parity, plant
+from torch.distributed.checkpoint import FileSystemReader
+
+CHAPTER = "04-fsdp"
+JOB = "04-fsdp/job.sbatch"
+TWO_BY_TWO = (0, 1, 0, 1)  # the local rank of each rank
+
+
+def run_on_nodes(
+    local_ranks: tuple[int, ...],
+    args: list[object],
+    env=(),
+    timeout: float = 120,
+    **options: object,
+) -> list[int]:
+    """Train in a process for each local rank, of which each 0 begins a node; return the statuses.
+
+    options as for Ranks.
+    """
+    address = {"MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}
+    places = [
+        {**address, "WORLD_SIZE": len(local_ranks), "RANK": rank, "LOCAL_RANK": local_rank}
+        for rank, local_rank in enumerate(local_ranks)
+    ]
+    processes = []
+    for rank, place in enumerate(places):
+        own = {key: v[rank] if isinstance(v, list) else v for key, v in options.items()}
+        processes.append(start(args, env={**place, **dict(env)}, **own))
+    return [finish(process, timeout) for process in processes]
+
+
+def read_layout(run_dir: Path) -> dict[str, list[tuple[int, list[int], int]]]:
+    """Return the parts of each weight in a run's newest checkpoint, in order.
+
+    Each is (first row, shape, rank that wrote it). Of ranks that hold the same, one writes it.
+    """
+    record = json.loads((run_dir / "state.json").read_text())["checkpoints"][-1]
+    saved = FileSystemReader(run_dir / record["path"]).read_metadata()
+    writers = {}
+    for index, stored in saved.storage_data.items():
+        if index.offset is not None:
+            writers[index.fqn, index.offset] = int(stored.relative_path.split("_")[2])
+    layout = defaultdict(list)
+    for name, tensor in saved.state_dict_metadata.items():
+        if name.startswith("model."):
+            for part in tensor.chunks:
+                writer = writers[name, part.offsets]
+                layout[name].append((part.offsets[0], [*part.sizes], writer))
+    return {name: sorted(parts) for name, parts in layout.items()}
+
+
+def assert_sharded_within_nodes(run_dir: Path) -> None:
+    """Two parts of each weight: the first on the first ranks of the nodes, the other on the second.
+
+    Both nodes write some: were the parts on one node only, the other one would have nothing.
+    """
+    layout = read_layout(run_dir)
+    assert len(layout) > 10
+    writers = defaultdict(set)
+    for name, parts in layout.items():
+        assert len(parts) == 2, f"{name} is in {len(parts)} parts"
+        (first, above, _), (second, below, _) = parts
+        rows = above[0] + below[0]
+        assert (first, second) == (0, above[0]) and above[0] == -(-rows // 2), name
+        assert above[1:] == below[1:]
+        for half, (_, _, writer) in enumerate(parts):
+            writers[half].add(writer)
+    assert dict(writers) == {0: {0, 2}, 1: {1, 3}}, "the parts are not where they should be"
+
+
+# --- on one machine ---
+
+
+@pytest.fixture(scope="module")
+def ladder(tmp_path_factory) -> Ladder:
+    return Ladder(tmp_path_factory.mktemp("hsdp"))
+
+
+def run_ladder(ladder: Ladder, name: str, local_ranks=TWO_BY_TWO, chapter=CHAPTER, args=()) -> str:
+    """Train with --hsdp in a process for each local rank; return the run's name."""
+    files = [ladder.samples_file(name, rank) for rank in range(len(local_ranks))]
+    flags = ladder.flags(name, "-b", 4, "--hsdp", *args)
+    statuses = run_on_nodes(local_ranks, flags, chapter=chapter, samples_file=files)
+    assert statuses == [0] * len(local_ranks)
+    return name
+
+
+def alone(ladder: Ladder) -> str:
+    return ladder.alone("-m", "gpt2-tiny", "-b", 24)
+
+
+def test_two_launchers_on_one_machine_are_two_nodes(ladder, monkeypatch):
+    monkeypatch.setenv("HEAD", f"localhost:{free_port()}")
+    monkeypatch.setenv("NNODES", "2")
+    monkeypatch.setenv("NPROC_PER_NODE", "2")
+    words = ["bash", ROOT / "04-fsdp/launch.sh", *ladder.flags("launchers", "-b", 6, "--hsdp")]
+    nodes = [subprocess.Popen([str(word) for word in words]) for _ in range(2)]
+    assert [node.wait(200) for node in nodes] == [0, 0]
+    expected, found = ladder.metrics(alone(ladder)), ladder.metrics("launchers")
+    for key, rel in (("loss", 1e-5), ("grad_norm", 1e-3), ("eval_loss", 1e-5)):
+        right = [line[key] for line in expected if key in line]
+        assert len(right) >= 2
+        assert [line[key] for line in found if key in line] == pytest.approx(right, rel=rel)
+    assert_sharded_within_nodes(ladder.folder / "launchers")
+
+
+@pytest.mark.parametrize(
+    ("nodes", "args"),
+    [
+        (TWO_BY_TWO, ("--reduce-every-backward", "--no-reshard-after-forward")),
+        (TWO_BY_TWO, ("--cpu-offload", "--activation-checkpointing", "selective")),
+        ((0, 0), ()),
+        ((0, 1, 2, 0, 1, 2), ()),
+    ],
+    ids=["2 x 2, other traffic", "2 x 2, less memory", "2 x 1", "2 x 3"],
+)
+def test_same_training_in_two_dimensions(ladder, nodes, args):
+    name = "-".join(["mesh", *map(str, nodes), *args])
+    run_ladder(ladder, name, nodes, args=args)
+    assert_parity(ladder, alone(ladder), name, len(nodes))
+    ends = {len(parts) for parts in read_layout(ladder.folder / name).values()}
+    assert ends == {max(nodes) + 1}
+    if nodes == TWO_BY_TWO:
+        assert_sharded_within_nodes(ladder.folder / name)
+
+
+MESH = "    mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)\n"
+SYNC = "model.set_requires_gradient_sync(last_backward or args.reduce_every_backward)"
+# By name: what must be red, and what is replaced in the script.
+BUGS = {
+    "nodes and ranks swapped": (
+        "the parts are not where",
+        (MESH, f"{MESH}    mesh = type(mesh)('cpu', mesh.mesh.T, mesh_dim_names=names)\n"),
+    ),
+    "one dimension": ("is in 4 parts", (" if args.hsdp else ", " if False else ")),
+    "never averaged over nodes": (
+        "the loss differ",
+        ('sharding = {"mesh": mesh,', 'sharding = {"mesh": mesh["shard"],'),
+    ),
+    "a block without the second sum": (  # FSDP then gives it no gradients at all
+        "the loss differ",
+        (SYNC, f"{SYNC}; blocks[0].set_requires_all_reduce(False)"),
+    ),
+}
+
+
+@pytest.mark.parametrize("bug", BUGS)
+def test_planted_bug_is_noticed(ladder, tmp_path, bug):
+    red, replaced = BUGS[bug]
+    chapter = plant(CHAPTER, tmp_path / "chapter", [replaced])
+    name = run_ladder(ladder, bug.replace(" ", "-"), chapter=chapter)
+    with pytest.raises(AssertionError, match=red):
+        assert_sharded_within_nodes(ladder.folder / name)
+        assert_parity(ladder, alone(ladder), name, 4)
+
+
+@pytest.mark.parametrize(
+    ("chapter", "nodes", "args"),
+    [(CHAPTER, (0, 1), ()), (CHAPTER, TWO_BY_TWO, ("--hsdp",)), ("01-single-gpu", (0,), ())],
+    ids=["one node", "two nodes", "chapter 1"],
+)
+def test_a_run_that_was_stopped_goes_on_anywhere(ladder, chapter, nodes, args):
+    """One rank is told to stop after step 7, all of them save; the rest is trained elsewhere."""
+    name = "-".join(["stopped", chapter, str(len(nodes))])
+    signals = [None, None, None, (7, [signal.SIGUSR1])]
+    stderr = [str(ladder.folder / f"{name}-{rank}.stderr") for rank in range(4)]
+    options = {"chapter": CHAPTER, "signals_after_steps": signals, "stderr_file": stderr}
+    flags = ladder.flags(name, "-b", 4)
+    assert run_on_nodes(TWO_BY_TWO, [*flags, "--hsdp"], **options) == [75] * 4
+    assert "Told to stop; saved after step 7" in Path(stderr[0]).read_text()
+    assert_sharded_within_nodes(ladder.folder / name)
+    assert run_on_nodes(nodes, [*flags, *args], chapter=chapter) == [0] * len(nodes)
+    expected, found = ladder.metrics(alone(ladder)), ladder.metrics(name)
+    assert [line["step"] for line in found] == [line["step"] for line in expected]
+    for key, rel in (("loss", 1e-5), ("grad_norm", 1e-3), ("eval_loss", 1e-5)):
+        right = [line[key] for line in expected if key in line]
+        assert [line[key] for line in found if key in line] == pytest.approx(right, rel=rel)
+
+
+# --- on a cluster ---
+
+
+@pytest.fixture(scope="module")
+def lab(cluster, tmp_path_factory) -> Lab:
+    """With chapter 1's run."""
+    lab = Lab(cluster, tmp_path_factory.mktemp("hsdp-lab"))
+    notes = {"NOTES": lab.environment("straight")["NOTES"]}
+    assert finish(start(lab.flags("straight"), env=notes, plant=note_samples)) == 0
+    return lab
+
+
+@pytest.mark.slurm
+def test_same_losses_on_two_nodes_of_two_ranks(lab):
+    job = lab.submit(JOB, "hsdp", "--hsdp")
+    assert lab.ends(job) == "COMPLETED", lab.log("hsdp")
+    lab.assert_same("hsdp", "straight", exact=False)
+    norms = [[line["grad_norm"] for line in lab.metrics(name)] for name in ("hsdp", "straight")]
+    assert norms[0] == pytest.approx(norms[1], rel=1e-3)
+    assert lab.hosts("hsdp") == ["node1", "node1", "node2", "node2"]
+    assert_sharded_within_nodes(lab.folder / "hsdp")
+    # torchrun's folders of logs say on which node a rank was.
+    logs = lab.folder.glob("hsdp/logs/*/*/attempt_0/*/stderr.log")
+    nodes = {path.parts[-5]: path.parent.name for path in logs if "step 24/24" in path.read_text()}
+    assert nodes == {"node1": "0"}, "rank 0 is the first one of the first node"
+    assert f"to go on with it after a stop: sbatch {JOB} " in lab.log("hsdp")
+
+
+@pytest.mark.slurm
+def test_signal_before_the_end(lab):
+    """The job saves, goes back to the queue, and goes on when it starts again."""
+    job = lab.submit(JOB, "signal", "--hsdp", PAUSE=PAUSE)
+    lab.wait_for_step("signal", 10)
+    lab.cluster.shell("scancel", "--signal=USR1", job)
+    assert lab.ends(job) == "COMPLETED", lab.log("signal")
+    assert lab.cluster.job(job)["Restarts"] == "1"
+    stopped = int(re.search(r"Told to stop; saved after step (\d+)", lab.log("signal"))[1])
+    assert f"resumed after step {stopped} of {STEPS}" in lab.log("signal")
+    lab.assert_same("signal", "straight", exact=False)
+    assert_sharded_within_nodes(lab.folder / "signal")
+    assert lab.hosts("signal") == sorted(4 * NODES)
+
+
+def test_every_chapter_asks_slurm_for_the_same():
+    """What a later chapter's job file does not take over from chapter 3's, it repeats."""
+    files = sorted(ROOT.glob("[0-9]*/job.sbatch"))
+    assert len(files) > 1
+    asked = [re.findall("^#+SBATCH .*", file.read_text(), re.MULTILINE) for file in files]
+    assert all(lines == asked[0] for lines in asked) and len(asked[0]) == 10
+    for file in files[1:]:
+        body = file.read_text().partition("\nset -euo pipefail\n")[2]
+        assert body.endswith("\nsource 03-multi-node/job.sbatch\n")
+        assert body.count(file.parent.name) == 2 and "srun" not in body
