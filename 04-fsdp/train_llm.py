@@ -183,12 +183,13 @@ def main() -> None:
     home = "cpu" if args.cpu_offload else device
     model.to_empty(device=home)  # before there is an optimizer: it holds on to what it gets
     for module in model.modules():
-        if len(list(module.buffers(recurse=False))):  # rotary tables: no checkpoint holds them
+        if list(module.buffers(recurse=False)):  # rotary tables, which no checkpoint holds
             module.to(device)
             model._init_weights(module)
     if args.compile:
         for block in blocks:
-            block.compile()  # in place: a wrapper would rename the parameters
+            compiled = torch.compile(block.forward)  # without the hooks that gather its weights
+            block.forward = compiled  # in place: a wrapper would rename the parameters
     # Rank 0's weights go to all, and from then on every backward pass averages the gradients.
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     if args.pretrained:
@@ -232,7 +233,7 @@ def main() -> None:
     # The best rate falls with the width of the model, roughly as its inverse.
     lr = args.lr if args.lr is not None else 1 / config.hidden_size
     if args.zero1:  # each rank updates a part of the weights and sends it to the others
-        logger.info("--zero1 changes nothing: what FSDP shards, it shards with the moments")
+        logger.info("--zero1 changes nothing: FSDP shards the moments with the weights")
     optimizer = torch.optim.AdamW(
         model.parameters(),
         lr=lr,

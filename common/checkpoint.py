@@ -18,6 +18,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from common.cli import InputError
 from common.record import commit_checkpoint, gather, measure_file, rank_and_world_size
 from common.rng import get_rng_state, set_rng_state
+from common.writer import Writer, cause_of
 
 
 def save_checkpoint(
@@ -64,12 +65,16 @@ def write_content(
     try:
         with _quiet():
             dcp.save(
-                content, checkpoint_id=unfinished, process_group=group, no_dist=world_size == 1
+                content,
+                checkpoint_id=unfinished,
+                storage_writer=Writer(unfinished),
+                process_group=group,
+                no_dist=world_size == 1,
             )
         own = [*unfinished.glob(f"__{rank}_*"), *([unfinished / ".metadata"] if rank == 0 else [])]
         sums = {file.name: measure_file(file) for file in own}
     except (CheckpointException, OSError) as error:
-        failures = {rank: _cause(error)}
+        failures = {rank: cause_of(error)}
     # All ranks must come to both collectives and to the same end, whichever of them failed.
     sums, failures = gather(sums, group), gather(failures, group)
     if rank == 0 and not failures:
@@ -79,7 +84,7 @@ def write_content(
         try:
             commit_checkpoint(run_dir, path, unfinished, step, training, sums, keep)
         except OSError as error:
-            failures = {rank: _cause(error)}
+            failures = {rank: cause_of(error)}
     failures = gather(failures, group)
     if failures:
         shutil.rmtree(unfinished, ignore_errors=True)
@@ -122,7 +127,9 @@ def load_checkpoint(
                 no_dist=world_size == 1,
             )
     except (CheckpointException, OSError) as error:
-        raise InputError(f"The checkpoint {checkpoint} cannot be read: {_cause(error)}.") from error
+        raise InputError(
+            f"The checkpoint {checkpoint} cannot be read: {cause_of(error)}."
+        ) from error
     set_state_dict(
         model,
         _own_part(optimizer),
@@ -170,19 +177,3 @@ def _quiet() -> Iterator[None]:
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
         yield
-
-
-def _cause(error: BaseException) -> str:
-    """Return the operating system's reason in one line; raise what is no error of writing.
-
-    CheckpointException holds an exception for each rank, Ctrl-C among them. A full disk is a
-    RuntimeError of the writer of PyTorch's files, with the real error in its context.
-    """
-    if isinstance(error, CheckpointException):
-        error = next(iter(error.failures.values()))[0]
-    link: BaseException | None = error
-    while link is not None:
-        if isinstance(link, OSError) and link.strerror:
-            return link.strerror
-        link = link.__cause__ or link.__context__
-    raise error

@@ -1,24 +1,33 @@
-"""Run a chapter in a process of its own, note what it trains on, and kill it where a test says.
+"""Run a chapter in processes of its own, note what it trains on, and kill it where a test says.
 
-Children come from a server that has imported PyTorch already: half a second each, not six.
+Children come from a server that has imported PyTorch already: half a second each, not six. Those of
+a Series run many configurations, one after the other.
 """
 
+import contextlib
+import gc
 import importlib.util
 import json
+import logging
 import multiprocessing
 import os
 import random
 import shutil
 import signal
+import subprocess
 import sys
 import time
-from collections.abc import Callable
+import traceback
+from collections.abc import Callable, Iterator
 from multiprocessing import forkserver
 from pathlib import Path
 
+import datasets  # noqa: F401  what a run imports is imported once, by the server
 import torch
-import torch.distributed.optim  # imported once, by the server
-import transformers  # noqa: F401
+import torch.distributed.fsdp
+import torch.distributed.optim
+import transformers.models.gpt2.modeling_gpt2
+import transformers.models.llama.modeling_llama  # noqa: F401
 from torch.distributed import TCPStore
 from torch.distributed.checkpoint import filesystem
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -59,6 +68,19 @@ def load_script(path: Path):
     return module
 
 
+def place_of(rank: int, world_size: int) -> dict[str, object]:
+    """Return what torchrun tells a rank, less the port; another process serves the store."""
+    return {
+        "RANK": rank,
+        "LOCAL_RANK": rank,
+        "WORLD_SIZE": world_size,
+        "LOCAL_WORLD_SIZE": world_size,
+        "MASTER_ADDR": "localhost",
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+        "TORCHELASTIC_RESTART_COUNT": 0,
+    }
+
+
 class Ranks:
     """One process for each rank of a run, as torchrun starts them: from chapter 2 on.
 
@@ -70,22 +92,159 @@ class Ranks:
         self.store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
         self.processes = []
         for rank in range(world_size):
-            place = {
-                "RANK": rank,
-                "LOCAL_RANK": rank,
-                "WORLD_SIZE": world_size,
-                "LOCAL_WORLD_SIZE": world_size,
-                "MASTER_ADDR": "localhost",
-                "MASTER_PORT": self.store.port,
-                "TORCHELASTIC_USE_AGENT_STORE": "True",
-                "TORCHELASTIC_RESTART_COUNT": 0,
-            }
+            place = {**place_of(rank, world_size), "MASTER_PORT": self.store.port}
             own = {key: v[rank] if isinstance(v, list) else v for key, v in options.items()}
             self.processes.append(start(args, env={**place, **dict(env)}, **own))
 
     def finish(self, timeout: float = 120) -> list[int]:
         """Wait for all ranks and return their exit statuses."""
         return [finish(process, timeout) for process in self.processes]
+
+
+class Series:
+    """Runs of several configurations, one after the other by the same ranks: one start for all.
+
+    runs: by name, what _run_in_series takes. The processes are new ones after a run that failed.
+    env: to set before the start, of each rank a dictionary. in_shell: start an interpreter for each
+    rank instead of a child of the server, as GPUs need it; then `within` cannot be given.
+    """
+
+    def __init__(
+        self,
+        world_size: int,
+        runs: dict[str, dict[str, object]],
+        folder: Path,
+        env: list[dict[str, object]] | None = None,
+        in_shell: bool = False,
+        timeout: float = 60,
+    ) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self.seconds: dict[str, float] = {}  # how long each run took that came to its end
+        left = list(runs)
+        while left:
+            stores = {
+                name: TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+                for name in left
+            }
+            ended = folder / f"ended-{len(runs) - len(left)}"
+            processes = []
+            for rank in range(world_size):
+                place = place_of(rank, world_size) | (env[rank] if env else {})
+                own = [
+                    {"name": name, "port": stores[name].port, **_of_rank(runs[name], rank)}
+                    for name in left
+                ]
+                arguments = (own, place, f"{ended}-{rank}")
+                processes.append(_start_in_shell(*arguments) if in_shell else _fork(*arguments))
+            _wait_for_all(processes, timeout * len(left))
+            seconds = [_read_seconds(f"{ended}-{rank}") for rank in range(world_size)]
+            done = min(map(len, seconds))
+            self.seconds |= dict(list(seconds[0].items())[:done])
+            left = left[done + 1 :]  # the next one failed
+
+    def assert_ended(self, name: str) -> None:
+        assert name in self.seconds, "the run failed: see stderr"
+
+
+def _of_rank(options: dict[str, object], rank: int) -> dict[str, object]:
+    """Return the options of a rank: one that is a list, but the arguments, has a value for each."""
+    own = {k: v[rank] if isinstance(v, list) and k != "args" else v for k, v in options.items()}
+    return {**own, "args": [str(arg) for arg in options["args"]]}
+
+
+def _fork(*arguments: object) -> Callable[[], int | None]:
+    process = server_context().Process(target=_series_main, args=arguments)
+    process.start()
+    return _Child(process)
+
+
+def _start_in_shell(*arguments: object) -> subprocess.Popen:
+    place = {key: str(value) for key, value in arguments[1].items()}
+    command = [sys.executable, __file__, json.dumps(arguments)]
+    return subprocess.Popen(command, env={**os.environ, **place})
+
+
+class _Child:
+    """A child of the server, with the methods of Popen."""
+
+    def __init__(self, process: multiprocessing.Process) -> None:
+        self.process = process
+
+    def poll(self) -> int | None:
+        return self.process.exitcode
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.join()
+
+
+def _wait_for_all(processes: list, timeout: float, grace: float = 10) -> None:
+    """Wait until all have ended; from the first failure on, for some seconds only."""
+    deadline = time.monotonic() + timeout
+    while any(process.poll() is None for process in processes):
+        if any(process.poll() for process in processes):
+            deadline = min(deadline, time.monotonic() + grace)
+            grace = timeout
+        if time.monotonic() > deadline:
+            for process in processes:
+                process.kill()
+            break
+        time.sleep(0.05)
+
+
+def _read_seconds(path: str) -> dict[str, float]:
+    lines = Path(path).read_text().splitlines() if Path(path).exists() else ()
+    return dict(map(json.loads, lines))
+
+
+def _series_main(runs: list[dict], env: dict[str, object], ended: str) -> None:
+    """Do all runs; after each, add its name and how many seconds it took to the file `ended`."""
+    os.chdir(ROOT)
+    os.environ |= {key: str(value) for key, value in env.items()}
+    for run in runs:
+        start = time.monotonic()
+        try:
+            _run_in_series(**run)
+        except BaseException:  # SystemExit too: no run here may end in a status but 0
+            print(f"In {run['name']}, rank {env['RANK']}:", file=sys.stderr)
+            traceback.print_exc()
+            sys.stderr.flush()
+            os._exit(1)
+        with Path(ended).open("a") as file:
+            file.write(json.dumps([run["name"], time.monotonic() - start]) + "\n")
+    os._exit(0)
+
+
+def _run_in_series(
+    name: str,
+    port: int,
+    args: list[str],
+    chapter: str = "01-single-gpu",
+    samples_file: str | None = None,
+    within: Callable[[], contextlib.AbstractContextManager] | None = None,
+) -> None:
+    """Run one configuration and leave the process as it was.
+
+    port: of the store. args, chapter, samples_file: as for _child. within: returns a context in
+    which to run: what it plants or notes, it takes away again.
+    """
+    os.environ["MASTER_PORT"] = str(port)
+    sys.argv = [f"{chapter}/train_llm.py", *args]
+    random.seed(12345)
+    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    with contextlib.ExitStack() as stack:
+        if samples_file:
+            stack.enter_context(_note_samples(Path(samples_file)))
+        if within:
+            stack.enter_context(within())
+        load_script(ROOT / chapter / "train_llm.py").main()
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    logging.getLogger().handlers.clear()
+    torch.set_default_device(None)
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()
+    gc.collect()
 
 
 def finish(process: multiprocessing.Process, timeout: float = 120) -> int:
@@ -128,7 +287,7 @@ def _child(
         sys.stderr = open(stderr_file, "w", buffering=1)  # noqa: PTH123, SIM115
     random.seed(12345)  # the state a run must not depend on
     if samples_file:
-        _note_samples(Path(samples_file))
+        _note_samples(Path(samples_file)).__enter__()
     if pause:
         register_optimizer_step_post_hook(lambda *_: time.sleep(pause))
     if kill_after_steps:
@@ -172,7 +331,8 @@ def after_steps(count: int, action: Callable[[], object]) -> None:
     register_optimizer_step_post_hook(hook)
 
 
-def _note_samples(path: Path) -> None:
+@contextlib.contextmanager
+def _note_samples(path: Path) -> Iterator[None]:
     seen: list[int] = []
     original = data.Blocks.__getitem__
 
@@ -189,7 +349,10 @@ def _note_samples(path: Path) -> None:
         seen.clear()
 
     data.Blocks.__getitem__ = getitem
-    register_optimizer_step_post_hook(write)
+    handle = register_optimizer_step_post_hook(write)
+    yield
+    handle.remove()
+    data.Blocks.__getitem__ = original
 
 
 def _kill_in_save(nth: int, stage: str, action=_kill) -> None:
@@ -229,3 +392,7 @@ def _at_call(module, name: str, call: int, action) -> None:
         return original(*args, **kwargs)
 
     setattr(module, name, function)
+
+
+if __name__ == "__main__":
+    _series_main(*json.loads(sys.argv[1]))

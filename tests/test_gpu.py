@@ -6,14 +6,19 @@ import socket
 import statistics
 import subprocess
 import time
+from itertools import product
 
 import pytest
 import torch
 from conftest import CHAPTERS, ROOT, TORCHRUN, free_port, read_metrics, run_script
-from test_parity import plant
+from runner import Series
+from test_fsdp import OPTIONS
+from test_parity import Ladder, Run, plant, selected_runs
 from test_resume_ranks import children
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from transformers import AutoConfig, AutoModelForCausalLM
 
+from common.attention import causal_attention
 from common.launch import ALONE
 
 SCRIPT = "01-single-gpu/train_llm.py"
@@ -237,3 +242,97 @@ def test_the_wait_for_a_slow_rank_is_seen_on_gpus(tmp_path):
     metrics = losses_of(tmp_path, "slow", *TORCHRUN, 2, script, "-b", 12)[2:]
     assert {line["slowest_rank"] for line in metrics} == {1}
     assert 40 < statistics.median(line["time/wait_max"] for line in metrics) < 75
+
+
+MODELS = ("gpt2-tiny", "llama-tiny")
+ALONE_RUNS = {model: Run("01-single-gpu", 1, ("-m", model, "-b", 24)) for model in MODELS}
+
+
+def sharded_runs() -> list[object]:
+    """Return chapter 4's runs with no option and with each, for a start of as few as 2 ranks."""
+    world_size = max(2, min(4, torch.cuda.device_count()))
+    options = {"plain": (), **{name: OPTIONS[name] for name in OPTIONS if name != "zero1"}}
+    return [
+        pytest.param(model, Run("04-fsdp", world_size, ("-m", model, *args)), id=f"{model}-{name}")
+        for model, (name, args) in product(MODELS, options.items())
+    ]
+
+
+@pytest.fixture(scope="module")
+def ladder(request, tmp_path_factory) -> Ladder:
+    runs = [*selected_runs(request), *ALONE_RUNS.values()]
+    return Ladder(tmp_path_factory.mktemp("ladder"), runs, in_shell=True)
+
+
+def assert_same_on_gpus(ladder: Ladder, model: str, name: str) -> None:
+    """As on the CPU, but NCCL sums in another order and TF32 has 3 digits."""
+    alone = ladder.metrics(ladder.run(ALONE_RUNS[model]))
+    found = ladder.metrics(name)
+    assert len(alone) == 20 and alone[-1]["loss"] < alone[0]["loss"] - 1
+    for key, rel in (("loss", 1e-3), ("eval_loss", 1e-3), ("grad_norm", 5e-2)):
+        right = [line[key] for line in alone if key in line]
+        assert [line[key] for line in found if key in line] == pytest.approx(right, rel=rel), key
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize(("model", "run"), sharded_runs())
+def test_same_training_sharded_over_gpus(ladder, model, run):
+    """The first of these does the runs of all, in one start."""
+    assert_same_on_gpus(ladder, model, ladder.run(run))
+
+
+@pytest.fixture(scope="module")
+def two_dimensions(ladder) -> Series:
+    """Both models on two nodes of half of the GPUs: the second half of the ranks begins at 0."""
+    half = min(4, torch.cuda.device_count()) // 2
+    halves = [",".join(map(str, range(first, first + half))) for first in (0, half)]
+    places = [
+        {"LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": half, "CUDA_VISIBLE_DEVICES": gpus}
+        for gpus in halves
+        for rank in range(half)
+    ]
+    runs = {
+        f"hsdp-{model}": {
+            "args": ladder.flags(f"hsdp-{model}", "-m", model, "--hsdp"),
+            "chapter": "04-fsdp",
+        }
+        for model in MODELS
+    }
+    return Series(2 * half, runs, ladder.folder / "hsdp", env=places, in_shell=True)
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("model", MODELS)
+def test_same_training_in_two_dimensions_of_gpus(ladder, two_dimensions, model):
+    two_dimensions.assert_ended(f"hsdp-{model}")
+    assert_same_on_gpus(ladder, model, f"hsdp-{model}")
+
+
+POSITIONS, HEADS = 4096, 8
+
+
+def peak_of_attention(attention: str | None) -> int:
+    """Return the bytes that forward and backward add in a layer of grouped queries in float32."""
+    config = AutoConfig.from_pretrained(
+        ROOT / "common/presets/llama-tiny",
+        max_position_embeddings=POSITIONS,
+        num_attention_heads=HEADS,
+        num_key_value_heads=2,
+        num_hidden_layers=1,
+        head_dim=64,
+    )
+    attention = attention or causal_attention(config)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).cuda().model
+    ids = torch.randint(config.vocab_size, (1, POSITIONS), device="cuda")
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    model(input_ids=ids).last_hidden_state.sum().backward()  # without logits, which are as large
+    return torch.cuda.max_memory_allocated() - before
+
+
+@pytest.mark.gpu
+def test_attention_holds_no_matrix_of_positions():
+    """The planted opposite is the attention of transformers: one number for each pair, per head."""
+    matrices = HEADS * POSITIONS**2 * 4
+    assert peak_of_attention(None) < matrices / 4
+    assert peak_of_attention("sdpa") > matrices

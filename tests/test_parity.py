@@ -1,17 +1,21 @@
 """The parity ladder: at every number of ranks, the training of chapter 1."""
 
+import contextlib
+import dataclasses
+import functools
 import json
-import os
 import random
+import re
 import subprocess
-from itertools import chain
+from collections.abc import Callable, Iterator
+from itertools import chain, product
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from conftest import CHAPTERS, ROOT, free_port, read_metrics
-from runner import Ranks, finish, start
+from runner import Series, finish, start
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn import parallel
 from torch.nn.parallel import DistributedDataParallel
@@ -20,11 +24,40 @@ DISTRIBUTED = CHAPTERS[1:]
 STEPS = 20
 
 
-class Ladder:
-    """Runs of one kind of training in one folder, each started once and kept by its name."""
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A chapter on some ranks, with these arguments.
 
-    def __init__(self, folder: Path) -> None:
+    replaced: (right, wrong) texts in the script, to plant a bug. note: given a path for each rank,
+    returns a context in which the rank runs and notes what a test wants to know.
+    """
+
+    chapter: str
+    world_size: int
+    args: tuple[object, ...] = ()
+    replaced: tuple[tuple[str, str], ...] = ()
+    note: Callable[[str], contextlib.AbstractContextManager] | None = None
+
+    @property
+    def name(self) -> str:
+        bug = [f"bug{abs(hash(self.replaced))}"] if self.replaced else []
+        note = [self.note.__name__] if self.note else []
+        words = [self.chapter, str(self.world_size), *map(str, self.args), *bug, *note]
+        return re.sub(r"[^\w.-]+", "-", "-".join(words))
+
+
+class Ladder:
+    """Runs of one kind of training in one folder, each started once and kept by its name.
+
+    selected: runs that tests will ask for. All of the same number of ranks are done in one start.
+    in_shell: as for Series.
+    """
+
+    def __init__(self, folder: Path, selected: list[Run] = (), in_shell: bool = False) -> None:
         self.folder = folder
+        self.selected = selected
+        self.in_shell = in_shell
+        self.done: dict[Run, Series] = {}
         words = random.Random(0)
         texts = ["".join(words.choice("abcdefgh \n") for _ in range(600)) for _ in range(28)]
         # 12 steps an epoch, so that 20 steps are in two of them.
@@ -48,12 +81,33 @@ class Ladder:
             assert finish(start(self.flags(name, *args), **options)) == 0
         return name
 
-    def run(self, chapter: str | Path, world_size: int, *args: object, name: str = "") -> str:
-        name = name or "-".join([Path(chapter).name, str(world_size), *map(str, args)])
-        files = [self.samples_file(name, rank) for rank in range(world_size)]
-        ranks = Ranks(world_size, self.flags(name, *args), chapter=chapter, samples_file=files)
-        assert ranks.finish() == [0] * world_size
-        return name
+    def run(self, run: Run) -> str:
+        """Do this run, if it is not done yet, and return its name; fails if the run did."""
+        if run not in self.done:
+            others = [r for r in self.selected if r.world_size == run.world_size and r != run]
+            runs = [run, *(other for other in others if other not in self.done)]
+            options = {each.name: self._options(each) for each in runs}
+            folder = self.folder / f"series-{len(self.done)}"
+            series = Series(run.world_size, options, folder, in_shell=self.in_shell)
+            self.done |= dict.fromkeys(runs, series)
+        self.done[run].assert_ended(run.name)
+        return run.name
+
+    def _options(self, run: Run) -> dict[str, object]:
+        chapter = run.chapter
+        if run.replaced:
+            chapter = str(plant(run.chapter, self.folder / f"{run.name}-script", run.replaced))
+        ranks = range(run.world_size)
+        within = [functools.partial(run.note, path) for path in self.notes(run)] if run.note else []
+        return {
+            "args": self.flags(run.name, *run.args),
+            "chapter": chapter,
+            "samples_file": [self.samples_file(run.name, rank) for rank in ranks],
+            "within": within or None,
+        }
+
+    def notes(self, run: Run) -> list[str]:
+        return [str(self.folder / f"{run.name}-{r}.notes") for r in range(run.world_size)]
 
     def metrics(self, name: str) -> list[dict]:
         return read_metrics(self.folder / name)
@@ -67,9 +121,27 @@ class Ladder:
         return [sorted(chain.from_iterable(step)) for step in zip(*parts, strict=True)]
 
 
+def selected_runs(request: pytest.FixtureRequest) -> list[Run]:
+    """Return the runs that are parameters of the tests of this module that were chosen to run."""
+    items = [i for i in request.session.items if i.path == request.path and hasattr(i, "callspec")]
+    values = chain.from_iterable(item.callspec.params.values() for item in items)
+    return list(dict.fromkeys(value for value in values if isinstance(value, Run)))
+
+
+def plant(chapter: str, folder: Path, replacements: list[tuple[str, str]]) -> Path:
+    """Return a folder with the chapter's script in which each text is replaced."""
+    source = (ROOT / chapter / "train_llm.py").read_text()
+    for right, wrong in replacements:
+        assert source.count(right) == 1, right
+        source = source.replace(right, wrong)
+    folder.mkdir()
+    (folder / "train_llm.py").write_text(source)
+    return folder
+
+
 @pytest.fixture(scope="module")
-def ladder(tmp_path_factory) -> Ladder:
-    return Ladder(tmp_path_factory.mktemp("ladder"))
+def ladder(request, tmp_path_factory) -> Ladder:
+    return Ladder(tmp_path_factory.mktemp("ladder"), selected_runs(request))
 
 
 def assert_parity(ladder: Ladder, expected: str, found: str, world_size: int) -> None:
@@ -88,19 +160,33 @@ def assert_parity(ladder: Ladder, expected: str, found: str, world_size: int) ->
         assert same, f"the {key} differ"
 
 
-@pytest.mark.parametrize("chapter", DISTRIBUTED)
-@pytest.mark.parametrize("model", ["gpt2-tiny", pytest.param("llama-tiny", marks=pytest.mark.slow)])
-@pytest.mark.parametrize("world_size", [1, 2, 3, 4])
-@pytest.mark.parametrize("batch_size", [24, 2], ids=["at once", "accumulated"])
-def test_same_training_at_every_world_size(ladder, chapter, model, world_size, batch_size):
-    found = ladder.run(chapter, world_size, "-m", model, "-b", batch_size)
-    assert_parity(ladder, ladder.alone("-m", model, "-b", 24), found, world_size)
+def assert_chapter_1(ladder: Ladder, run: Run) -> None:
+    """The same training as chapter 1's, of the same model, without any of the other arguments."""
+    model = run.args[run.args.index("-m") + 1] if "-m" in run.args else "gpt2-tiny"
+    found = ladder.run(run)
+    assert_parity(ladder, ladder.alone("-m", model, "-b", 24), found, run.world_size)
 
 
-@pytest.mark.parametrize("world_size", [1, 2, 3])
-def test_same_training_with_sharded_moments(ladder, world_size):
-    found = ladder.run("02-ddp", world_size, "-b", 4, "--zero1")
-    assert_parity(ladder, ladder.alone("-m", "gpt2-tiny", "-b", 24), found, world_size)
+def every_world_size() -> Iterator[object]:
+    models = ("gpt2-tiny", "llama-tiny")
+    for chapter, world_size, model, b in product(DISTRIBUTED, (1, 2, 3, 4), models, (24, 2)):
+        yield pytest.param(
+            Run(chapter, world_size, ("-m", model, "-b", b)),
+            marks=[pytest.mark.slow] if model == "llama-tiny" else [],
+            id=f"{chapter}-{model}-{world_size}-{'at once' if b == 24 else 'accumulated'}",
+        )
+
+
+@pytest.mark.parametrize("run", list(every_world_size()))
+def test_same_training_at_every_world_size(ladder, run):
+    assert_chapter_1(ladder, run)
+
+
+@pytest.mark.parametrize(
+    "run", [Run("02-ddp", n, ("-b", 4, "--zero1")) for n in (1, 2, 3)], ids=str
+)
+def test_same_training_with_sharded_moments(ladder, run):
+    assert_chapter_1(ladder, run)
 
 
 def test_two_launchers_on_one_machine_are_one(ladder, monkeypatch):
@@ -121,10 +207,10 @@ def test_two_launchers_on_one_machine_are_one(ladder, monkeypatch):
 
 
 @pytest.mark.slow
-def test_same_training_compiled(ladder):
+@pytest.mark.parametrize("run", [Run("02-ddp", 2, ("-b", 6, "--compile"))], ids=str)
+def test_same_training_compiled(ladder, run):
     """TorchDynamo splits the graph at the buckets, so that they can still be sent early."""
-    found = ladder.run("02-ddp", 2, "-b", 6, "--compile")
-    assert_parity(ladder, ladder.alone("-m", "gpt2-tiny", "-b", 24), found, 2)
+    assert_chapter_1(ladder, run)
 
 
 # By name: the first check that must be red, and what is replaced in the script.
@@ -169,27 +255,26 @@ BUGS = {
 }
 
 
-def plant(chapter: str, folder: Path, replacements: list[tuple[str, str]]) -> Path:
-    """Return a folder with the chapter's script in which each text is replaced."""
-    source = (ROOT / chapter / "train_llm.py").read_text()
-    for right, wrong in replacements:
-        assert source.count(right) == 1, right
-        source = source.replace(right, wrong)
-    folder.mkdir()
-    (folder / "train_llm.py").write_text(source)
-    return folder
+def planted(chapter: str, world_size: int, bugs: dict[str, tuple]) -> list[object]:
+    """Return parameters (what must be red, run) of the bugs; a third entry is more arguments."""
+    return [
+        pytest.param(red, Run(chapter, world_size, ("-b", 6, *args), tuple(replaced)), id=name)
+        for name, (red, replaced, *args) in bugs.items()
+    ]
 
 
-@pytest.mark.parametrize("bug", BUGS)
-def test_planted_bug_is_noticed(ladder, tmp_path, bug):
-    red, replacements = BUGS[bug]
-    chapter = plant("02-ddp", tmp_path / "chapter", replacements)
-    found = ladder.run(chapter, 2, "-b", 6, name=bug.replace(" ", "-"))
-    with pytest.raises(AssertionError, match=rf"^the {red} differ"):
-        assert_parity(ladder, ladder.alone("-m", "gpt2-tiny", "-b", 24), found, 2)
+def assert_noticed(ladder: Ladder, red: str, run: Run) -> None:
+    with pytest.raises(AssertionError, match=rf"^the ({red}) (differ|failed)"):
+        assert_chapter_1(ladder, run)
 
 
-def note_all_reduces() -> None:
+@pytest.mark.parametrize(("red", "run"), planted("02-ddp", 2, BUGS))
+def test_planted_bug_is_noticed(ladder, red, run):
+    assert_noticed(ladder, red, run)
+
+
+@contextlib.contextmanager
+def note_all_reduces(path: str) -> Iterator[None]:
     """DDP calls this hook for each bucket that it sends; each rank notes it."""
 
     class Noting(DistributedDataParallel):
@@ -199,24 +284,31 @@ def note_all_reduces() -> None:
 
         @staticmethod
         def note(_: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-            with Path(f"{os.environ['NOTES']}-{os.environ['RANK']}").open("a") as notes:
+            with Path(path).open("a") as notes:
                 notes.write("x")
             return allreduce_hook(None, bucket)
 
     parallel.DistributedDataParallel = Noting
+    yield
+    parallel.DistributedDataParallel = DistributedDataParallel
 
 
-def all_reduces_per_step(ladder: Ladder, chapter: str | Path, notes: Path, *args: object) -> float:
-    flags = ladder.flags(notes.name, *args)
-    options = {"chapter": chapter, "env": {"NOTES": notes}, "plant": note_all_reduces}
-    assert Ranks(2, flags, **options).finish() == [0, 0]
-    return len(Path(f"{notes}-1").read_text()) / STEPS
+ALL_REDUCES = {
+    "once": Run("02-ddp", 2, ("-b", 24), note=note_all_reduces),
+    "accumulated": Run("02-ddp", 2, ("-b", 2), note=note_all_reduces),
+    "bug": Run(
+        *("02-ddp", 2, ("-b", 2)),
+        (("else ddp_model.no_sync", "else contextlib.nullcontext"),),
+        note_all_reduces,
+    ),
+}
 
 
-def test_gradients_are_sent_once_per_step(ladder, tmp_path):
+@pytest.mark.parametrize(("once", "accumulated", "bug"), [ALL_REDUCES.values()], ids=[""])
+def test_gradients_are_sent_once_per_step(ladder, once, accumulated, bug):
     """The planted bug sends them after each of 6 micro-batches: the same losses, more traffic."""
-    once = all_reduces_per_step(ladder, "02-ddp", tmp_path / "once", "-b", 24)
-    assert all_reduces_per_step(ladder, "02-ddp", tmp_path / "six", "-b", 2) == once
-    bug = ("else ddp_model.no_sync", "else contextlib.nullcontext")
-    wrong = plant("02-ddp", tmp_path / "wrong", [bug])
-    assert all_reduces_per_step(ladder, wrong, tmp_path / "all", "-b", 2) > 5 * once
+    counts = []
+    for run in (once, accumulated, bug):
+        ladder.run(run)
+        counts.append(len(Path(ladder.notes(run)[1]).read_text()) / STEPS)
+    assert counts[0] == counts[1] >= 1 and counts[2] > 5 * counts[0]

@@ -175,7 +175,7 @@ def test_ctrl_c_in_a_save_is_no_full_disk(straight, runs, tmp_path):
 
 
 def keep_seeded_rng(monkeypatch):
-    monkeypatch.setattr(checkpoint, "_set_rng_state", lambda rng: None)
+    monkeypatch.setattr(checkpoint, "set_rng_state", lambda rng: None)
 
 
 def take_epoch_0s_order(monkeypatch):

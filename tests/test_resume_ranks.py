@@ -1,5 +1,6 @@
-"""Runs of chapter 2 that are stopped and go on: on as many ranks, on others, in chapter 1."""
+"""Runs that are stopped and go on: on as many ranks, on others, in other chapters."""
 
+import functools
 import json
 import os
 import re
@@ -7,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -17,7 +19,7 @@ from test_parity import plant
 from test_resume import EXACT, assert_same_tensors, make_flags
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from common import checkpoint
+from common import checkpoint, cli
 
 MIDDLE = 15
 SECONDS_TO_END = 10.0  # in which the other ranks of a run end after one is killed
@@ -62,9 +64,9 @@ def newest_step(run_dir: Path) -> int:
     return json.loads((run_dir / "state.json").read_text())["checkpoints"][-1]["step"]
 
 
-def tensors(run_dir: Path) -> dict:
-    """Return all that the newest checkpoint holds."""
-    path = run_dir / f"checkpoints/step-{newest_step(run_dir):08d}"
+def tensors(run_dir: Path, step: int | None = None) -> dict:
+    """Return all that the checkpoint of a step holds, by default the newest one."""
+    path = run_dir / f"checkpoints/step-{step or newest_step(run_dir):08d}"
     dcp_to_torch_save(path, run_dir / "all.pt")
     return torch.load(run_dir / "all.pt", weights_only=False)
 
@@ -227,3 +229,132 @@ def test_planted_bug_in_sharded_moments_is_noticed(folder, no_dropout, alone, bu
     assert run(2, no_dropout, bug.__name__, "--zero1", plant=bug) == [0, 0]
     with pytest.raises(AssertionError):
         assert_close(alone, folder / bug.__name__)
+
+
+# Chapter and ranks of each part of a run, which goes on where the one before it was set back to.
+JOURNEY = [
+    ("01-single-gpu", 1),
+    ("04-fsdp", 4),
+    ("04-fsdp", 2),
+    ("02-ddp", 2),
+    ("01-single-gpu", 1),
+]
+EVERY = 4
+
+
+def save_what_is_loaded(folder: Path, bug: Callable[[], None] | None = None) -> None:
+    """Once a checkpoint is loaded, save it as that of a run in this folder."""
+    load = checkpoint.load_checkpoint
+
+    def load_and_save(path: Path, *run: object) -> None:
+        load(path, *run)
+        checkpoint.save_checkpoint(folder, *run, training={}, keep=1)
+
+    checkpoint.load_checkpoint = load_and_save
+    if bug:
+        bug()
+
+
+def load_no_moments() -> None:
+    load = checkpoint.dcp.load
+
+    def load_all_but_moments(content: dict, **options: object) -> None:
+        load(content, **options)
+        for moments in content["optimizer"]["state"].values():
+            moments["exp_avg"].zero_()
+
+    checkpoint.dcp.load = load_all_but_moments
+
+
+def assert_loaded(saved: Path, step: int, loaded: Path) -> None:
+    """Weights, moments, schedule and position, bit by bit, on whatever number of ranks."""
+    expected, found = tensors(saved, step), tensors(loaded)
+    for content in (expected, found):
+        (content["optimizer"]["param_groups"],) = content["optimizer"]["param_groups"]
+    for key in ("model", "optimizer", "lr_scheduler", "state"):
+        assert_same_tensors(expected[key], found[key], key)
+
+
+@pytest.fixture(scope="module")
+def every_loss(no_dropout) -> list[object]:
+    """Without clipping: the norm of 10^6 float32 numbers is good to 1e-4, of a part to less.
+
+    Adam hides a constant factor of all gradients, but not one that changes at a hand-over.
+    """
+    return [*no_dropout, "--log-freq", 1, "--ckpt-freq", EVERY, "--max-grad-norm", "inf"]
+
+
+@pytest.fixture(scope="module")
+def chapter_1(folder, every_loss) -> Path:
+    assert run(0, every_loss, "every-loss") == [0]
+    return folder / "every-loss"
+
+
+def go_on_with(chapter: str, world_size: int, arguments: list[object], **options) -> list[int]:
+    if chapter == "01-single-gpu":
+        return [finish(start(arguments, **options))]
+    return Ranks(world_size, arguments, chapter=chapter, **options).finish()
+
+
+def test_journey_through_the_chapters(folder, every_loss, chapter_1):
+    """After every hand-over the tensors of the checkpoint, and the losses of chapter 1."""
+    run_dir = folder / "journey"
+    for number, (chapter, world_size) in enumerate(JOURNEY):
+        loaded = folder / f"loaded-{number}"
+        options = {"plant": functools.partial(save_what_is_loaded, loaded)}
+        statuses = go_on_with(chapter, world_size, [*every_loss, "-e", "journey"], **options)
+        assert set(statuses) == {0}
+        if number:
+            assert_loaded(run_dir, EVERY * number, loaded)
+        assert_close(chapter_1, run_dir)
+        assert len(read_metrics(run_dir)) == 20
+        go_back_to(EVERY * (number + 1), run_dir)
+
+
+def test_planted_loss_of_moments_is_noticed(folder, every_loss, chapter_1):
+    run_dir = folder / "no-moments"
+    shutil.copytree(chapter_1, run_dir)
+    go_back_to(EVERY, run_dir)
+    bug = functools.partial(save_what_is_loaded, folder / "loaded-none", load_no_moments)
+    arguments = [*every_loss, "-e", "no-moments"]
+    assert go_on_with("04-fsdp", 2, arguments, plant=bug) == [0, 0]
+    with pytest.raises(AssertionError):
+        assert_close(chapter_1, run_dir)
+    with pytest.raises(AssertionError, match="exp_avg"):
+        assert_loaded(run_dir, EVERY, folder / "loaded-none")
+
+
+SHARDED = [(2, ()), (3, ()), (2, ("--cpu-offload",)), (2, ("--async-checkpoint",))]
+
+
+@pytest.fixture(scope="module")
+def sharded(folder, flags) -> Callable[[int], Path]:
+    """A function: the folder of chapter 4's run on so many ranks, never stopped."""
+
+    @functools.cache
+    def train(world_size: int) -> Path:
+        name = f"sharded-{world_size}"
+        assert set(go_on_with("04-fsdp", world_size, [*flags, "-e", name])) == {0}
+        return folder / name
+
+    return train
+
+
+@pytest.mark.parametrize(("world_size", "args"), SHARDED, ids=str)
+def test_sharded_run_goes_on_after_kill_9(folder, flags, sharded, world_size, args):
+    """In the middle of the second epoch, bit by bit on any number of ranks and with any option."""
+    straight = sharded(world_size)
+    arguments = [*flags, "-e", f"killed-{world_size}{''.join(args)}", *args]
+    options = {"kill_after_steps": [None] * (world_size - 1) + [23], "plant": speak_at_once}
+    ranks = Ranks(world_size, arguments, chapter="04-fsdp", **options)
+    assert finish(ranks.processes[-1]) == -signal.SIGKILL
+    assert ranks.finish() == [1] * (world_size - 1) + [-signal.SIGKILL]
+    killed = folder / arguments[arguments.index("-e") + 1]
+    assert newest_step(killed) == 20
+    assert set(go_on_with("04-fsdp", world_size, arguments)) == {0}
+    assert_exact(straight, killed)
+
+
+def speak_at_once() -> None:
+    """A rank that fails waits for rank 0 to speak first; these tests need not."""
+    cli.HEAD_START_S = 0.0

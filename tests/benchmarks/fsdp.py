@@ -13,7 +13,9 @@ left out: they are not what is measured. With --tiny all is small, to try the fi
 """
 
 import argparse
+import gc
 import json
+import logging
 import multiprocessing
 import os
 import shlex
@@ -69,11 +71,33 @@ STRATEGIES = {
 }
 
 
-def child(place: dict, chapter: str, words: list[str], purpose: str, notes: str) -> None:
-    """Run a chapter as one rank; exit with OUT_OF_MEMORY where that is what ends it."""
+def child(jobs: list[dict]) -> None:
+    """Run configurations one after the other as one rank; exit with OUT_OF_MEMORY where it ends so.
+
+    Each job: the place of the rank, the chapter and its arguments, and where to leave notes.
+    """
     os.chdir(REPOSITORY)
-    os.environ |= place
-    sys.stderr = open(f"{notes}.stderr", "w", buffering=1)  # noqa: PTH123, SIM115
+    for job in jobs:
+        os.environ |= job["place"]
+        sys.stderr = open(f"{job['notes']}.stderr", "w", buffering=1)  # noqa: PTH123, SIM115
+        try:
+            train(job["chapter"], job["words"], job["purpose"], job["notes"])
+        except torch.OutOfMemoryError as error:
+            print(error, file=sys.stderr)
+            os._exit(OUT_OF_MEMORY)
+        logging.getLogger().handlers.clear()  # each run makes its own
+        torch._dynamo.reset()
+        gc.collect()
+        if torch.cuda.is_available():
+            held = {"reserved": torch.cuda.max_memory_reserved()}
+            torch.cuda.empty_cache()
+            torch.cuda.reset_peak_memory_stats()
+            held["left_over"] = torch.cuda.memory_allocated()  # what the next run begins with
+            Path(f"{job['notes']}.held").write_text(json.dumps(held))
+
+
+def train(chapter: str, words: list[str], purpose: str, notes: str) -> None:
+    """Run a chapter's script, less what is not measured."""
     sys.argv = [f"{chapter}/train_llm.py", *words]
     script = load_script(REPOSITORY / chapter / "train_llm.py")
     script.evaluate = lambda *_: dict.fromkeys(("eval_loss", "perplexity", "bits_per_byte"), 0.0)
@@ -85,16 +109,11 @@ def child(place: dict, chapter: str, words: list[str], purpose: str, notes: str)
     if purpose == "memory":  # the values do not matter then, and drawing takes minutes
         script.AutoModelForCausalLM = Empty
         script.set_model_state_dict = lambda *_, **__: None
-    if chapter == FSDP:
-        script.hosts.memory_bytes = lambda: 2**60  # some machines' grows as it is used
-    try:
         if not torch.cuda.is_available():
             pretend_to_be_short_of_memory(script, words)
-        script.main()
-        Path(f"{notes}.reserved").write_text(str(torch.cuda.max_memory_reserved()))
-    except torch.OutOfMemoryError as error:
-        print(error, file=sys.stderr)
-        os._exit(OUT_OF_MEMORY)
+    if chapter == FSDP:
+        script.hosts.memory_bytes = lambda: 2**60  # some machines' grows as it is used
+    script.main()
 
 
 def pretend_to_be_short_of_memory(script, words: list[str]) -> None:
@@ -155,48 +174,58 @@ def note_saves(script, path: str) -> None:
     script.save_checkpoint = not_last(timed("save", script.save_checkpoint))
 
 
-def start(configuration: dict, first: int, folder: Path) -> list:
-    """Start the processes of a configuration on GPUs from the first; return them."""
-    gpus, nodes = configuration["gpus"], configuration.get("nodes", 1)
-    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    name = configuration["label"].replace(" ", "-").replace(",", "")
-    words = [*configuration["words"], "--save-dir", str(folder), "-e", name]
+def start(series: list[dict], first: int, folder: Path) -> list:
+    """Start the processes of configurations that follow each other, on GPUs from the first."""
+    gpus, nodes = series[0]["gpus"], series[0].get("nodes", 1)
+    local = gpus // nodes
     threads = max(1, os.cpu_count() // max(8, torch.cuda.device_count()))
+    jobs: list[list[dict]] = [[] for _ in range(gpus)]
+    for configuration in series:
+        store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+        name = configuration["label"].replace(" ", "-").replace(",", "")
+        configuration |= {"store": store, "name": name}
+        for rank in range(gpus):
+            begin = first + rank // local * local
+            place = {
+                "RANK": str(rank),
+                "LOCAL_RANK": str(rank % local),
+                "WORLD_SIZE": str(gpus),
+                "LOCAL_WORLD_SIZE": str(local),
+                "MASTER_ADDR": "localhost",
+                "MASTER_PORT": str(store.port),
+                "TORCHELASTIC_USE_AGENT_STORE": "True",
+                "TORCHELASTIC_RESTART_COUNT": "0",
+                "OMP_NUM_THREADS": str(threads),
+                "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(begin, begin + local))),
+                "WANDB_MODE": "disabled",
+            }
+            jobs[rank].append(
+                {
+                    "place": place,
+                    "chapter": configuration["chapter"],
+                    "words": [*configuration["words"], "--save-dir", str(folder), "-e", name],
+                    "purpose": configuration.get("purpose", "time"),
+                    "notes": f"{folder}/{name}-{rank}",
+                }
+            )
     context = multiprocessing.get_context("forkserver")
-    processes = []
-    for rank in range(gpus):
-        local = gpus // nodes
-        begin = first + rank // local * local
-        place = {
-            "RANK": str(rank),
-            "LOCAL_RANK": str(rank % local),
-            "WORLD_SIZE": str(gpus),
-            "LOCAL_WORLD_SIZE": str(local),
-            "MASTER_ADDR": "localhost",
-            "MASTER_PORT": str(store.port),
-            "TORCHELASTIC_USE_AGENT_STORE": "True",
-            "TORCHELASTIC_RESTART_COUNT": "0",
-            "OMP_NUM_THREADS": str(threads),
-            "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(begin, begin + local))),
-            "WANDB_MODE": "disabled",
-        }
-        purpose = configuration.get("purpose", "time")
-        arguments = (place, configuration["chapter"], words, purpose, f"{folder}/{name}-{rank}")
-        process = context.Process(target=child, args=arguments)
+    processes = [context.Process(target=child, args=(each,)) for each in jobs]
+    for process in processes:
         process.start()
-        processes.append(process)
-    configuration |= {"store": store, "name": name}
     return processes
 
 
-def run(group: list[dict], folder: Path, timeout: float) -> list[dict | None]:
-    """Run configurations side by side; return what each logged, or None if memory was short."""
+def run(group: list[list[dict]], folder: Path, timeout: float) -> list[list[dict | None]]:
+    """Run series of configurations, the series side by side; return what each run logged.
+
+    None stands for a run whose memory was short; the series ends there.
+    """
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)
     started, first = [], 0
-    for configuration in group:
-        started.append(start(configuration, first, folder))
-        first += configuration["gpus"]
+    for series in group:
+        started.append(start(series, first, folder))
+        first += series[0]["gpus"]
     deadline = time.monotonic() + timeout
     for processes in started:
         while any(process.exitcode is None for process in processes):
@@ -207,27 +236,30 @@ def run(group: list[dict], folder: Path, timeout: float) -> list[dict | None]:
                         os.kill(process.pid, signal.SIGKILL)
             time.sleep(0.1)
     return [
-        read(configuration, processes, folder)
-        for configuration, processes in zip(group, started, strict=True)
+        [read(configuration, processes, folder) for configuration in series]
+        for series, processes in zip(group, started, strict=True)
     ]
 
 
 def read(configuration: dict, processes: list, folder: Path) -> dict | None:
     name = configuration["name"]
     statuses = [process.exitcode for process in processes]
-    if OUT_OF_MEMORY in statuses:
-        return None
-    if any(statuses):
-        for rank in range(len(statuses)):
-            print(f"--- {name} rank {rank}: {statuses[rank]}", flush=True)
-            print((folder / f"{name}-{rank}.stderr").read_text()[-1500:], flush=True)
+    done = folder / f"{name}-0.held" if torch.cuda.is_available() else folder / name / "state.json"
+    if (torch.cuda.is_available() and not done.exists()) or (any(statuses) and not done.exists()):
+        if OUT_OF_MEMORY in statuses:
+            return None
+        stderr = folder / f"{name}-0.stderr"
+        print(f"--- {name}: {statuses}", flush=True)
+        print(stderr.read_text()[-1500:] if stderr.exists() else "not started", flush=True)
         return {"failed": statuses}
     lines = (folder / name / "metrics.jsonl").read_text().splitlines()
     metrics = [json.loads(line) for line in lines]
     counted = [m for m in metrics if m["step"] > configuration["warm_up"] and "loss" in m]
     keys = [key for key, value in counted[0].items() if isinstance(value, float)]
     found = {key: statistics.median(line[key] for line in counted) for key in keys}
-    found["reserved_gib"] = int((folder / f"{name}-0.reserved").read_text()) / 2**30
+    held = folder / f"{name}-0.held"
+    if held.exists():
+        found |= {f"{key}_gib": n / 2**30 for key, n in json.loads(held.read_text()).items()}
     saves = folder / f"{name}-0.saves"
     if saves.exists():
         found["saves"] = [json.loads(line) for line in saves.read_text().splitlines()]
@@ -312,7 +344,8 @@ class Sets:
     def once(self, *rows: dict) -> None:
         """Run configurations side by side, once, and write what was found."""
         timeout = min(300, max(60, self.time_left()))
-        for row, found in zip(rows, run(list(rows), self.folder / "runs", timeout), strict=True):
+        results = run([[row] for row in rows], self.folder / "runs", timeout)
+        for row, (found,) in zip(rows, results, strict=True):
             row["runs"].append(found)
             shown = ("tokens_per_s_per_device", "peak_mem_gib")
             seen = found and {key: found.get(key) for key in shown}
@@ -329,7 +362,7 @@ class Sets:
             if "2x" in args:
                 batch = f"--global-batch-size {2 * self.gpus}"
                 args = args.replace("--global-batch-size 2x", "")
-            steps, warm_up = (3, 1) if "2 micro" in label or "offload" in label else (4, 2)
+            steps, warm_up = (3, 1) if "2 micro" in label or "offload" in label else (5, 2)
             nodes = 2 if "--hsdp" in args else 1
             words = f"{common} {batch} {args}"
             row = self.configure(label, FSDP, self.gpus, words, steps, warm_up, nodes=nodes)
@@ -337,9 +370,27 @@ class Sets:
             self.rows.append(row)
         self.go_on()
         for turn in range(3):
-            for row in self.rows:
-                if row["wanted"] > turn >= len(row["runs"]) and self.time_left() > 35:
-                    self.once(row)
+            wanted = [row for row in self.rows if row["wanted"] > turn >= len(row["runs"])]
+            for nodes in (1, 2):  # other places need other processes
+                if series := [row for row in wanted if row.get("nodes", 1) == nodes]:
+                    self.in_turn(series)
+
+    def in_turn(self, rows: list[dict]) -> None:
+        """Run configurations one after the other in the same processes, and write the results."""
+        while rows and self.time_left() > 45:
+            (results,) = run([rows], self.folder / "runs", self.time_left())
+            ended = next(
+                (i for i, r in enumerate(results) if r is None or "failed" in r), len(rows)
+            )
+            for row, found in zip(rows[: ended + 1], results, strict=False):
+                row["runs"].append(found)
+                shown = ("tokens_per_s_per_device", "peak_mem_gib", "left_over_gib")
+                print(
+                    f"{row['label']}: {found and {key: found.get(key) for key in shown}}",
+                    flush=True,
+                )
+            self.write()
+            rows = rows[ended + 1 :]  # anew after one that has ended the processes
 
     def gpt2(self) -> None:
         args = "-m gpt2-tiny -b 4" if self.tiny else "-m gpt2 -s 1024 -b 64 --compile --lr 3e-4"
@@ -371,8 +422,8 @@ class Sets:
                 while searched := [cell for cell in cells if cell.blocks and self.time_left() > 30]:
                     for cell in searched:
                         cell.prepare()
-                    found = run([cell.row for cell in searched], self.folder / "runs", 100)
-                    for cell, each in zip(searched, found, strict=True):
+                    found = run([[cell.row] for cell in searched], self.folder / "runs", 100)
+                    for cell, (each,) in zip(searched, found, strict=True):
                         cell.learn(each)
                         seconds = time.monotonic() - self.start
                         print(

@@ -54,6 +54,11 @@ def spread(values: list[float], digits: int = 1) -> str:
     return f"{median:,.{digits}f} ({min(values):,.{digits}f} to {max(values):,.{digits}f})"
 
 
+def number(values: list[float], digits: int = 1) -> str:
+    """Return the only value, or what spread says of several."""
+    return spread(values, digits) if len(values) > 1 else f"{values[0]:,.{digits}f}"
+
+
 def fill(text: str) -> str:
     """Return a page's text with all of its tables made anew."""
 
@@ -73,25 +78,39 @@ def pages() -> list[Path]:
 MAKE_TRAIN = "01-single-gpu/recorded/make-train.metrics.jsonl"
 LAUNCH = "02-ddp/recorded/launch.metrics.jsonl"
 JOB = "03-multi-node/recorded/job.metrics.jsonl"
+SHARDED = "04-fsdp/recorded/launch.metrics.jsonl"
 MEASURED = ("overhead_cpu", "overhead_gpu", "profile_gpt2", "startup_cpu")
+MEASURED += ("fsdp_options", "predictions")
+EAGER = "full, not compiled"  # the row of fsdp_options that memory.py knows all of
 
 
-@table(MAKE_TRAIN, LAUNCH, JOB, *map(result, MEASURED))
+@table(MAKE_TRAIN, LAUNCH, JOB, SHARDED, *map(result, MEASURED))
 def measured(
-    make_train, launch, job, overhead_cpu, overhead_gpu, profile_gpt2, startup_cpu
+    make_train,
+    launch,
+    job,
+    sharded,
+    overhead_cpu,
+    overhead_gpu,
+    profile_gpt2,
+    startup_cpu,
+    options,
+    predictions,
 ) -> list[str]:
     def link(name: str) -> str:
         return f"[{name}.json]({result(name)})"
 
     last = f"[make-train.metrics.jsonl]({MAKE_TRAIN})"
-    runs = (make_train, launch, job)
+    runs = (make_train, launch, job, sharded)
     alone, *others = [[line["loss"] for line in run if "loss" in line] for run in runs]
-    ranks, nodes = (
+    ranks, nodes, shards = (
         max(abs(two / one - 1) for one, two in zip(alone, other, strict=True)) for other in others
     )
     ours = profile_gpt2["transformers, no mask"]["tokens_per_s"]
     first, second = (startup_cpu[key]["median"] for key in ("first", "second"))
-    return [
+    peaks = {row["label"]: measured_peak(row) for row in options["rows"]}
+    both = predictions["fsdp_options"].get(EAGER, {}).get("peak_gib"), peaks.get(EAGER)
+    rows = [
         "| what | result | from |",
         "|---|---:|---|",
         "| evaluation of the default run, two CPU cores | "
@@ -100,6 +119,8 @@ def measured(
         f"relative difference | at most {ranks:.1e} | [launch.metrics.jsonl]({LAUNCH}) |",
         "| the same of chapter 3 on two nodes of two processes, stopped on the way, started again "
         f"by Slurm | at most {nodes:.1e} | [job.metrics.jsonl]({JOB}) |",
+        f"the same of chapter 4, sharded over two processes | at most {shards:.1e} | "
+        f"[launch.metrics.jsonl]({SHARDED}) |",
         "| chapter 1's step against a bare loop, two CPU cores | "
         f"x {overhead_cpu['ratio_median']:.3f} | {link('overhead_cpu')} |",
         "| the same on an H200, GPT-2 124M, bfloat16 weights, compiled, 64 x 1024 tokens | "
@@ -110,6 +131,13 @@ def measured(
         "| preparing the built-in corpus, first and second start | "
         f"{first:.1f} s, {second:.2f} s | {link('startup_cpu')} |",
     ]
+    if all(both):
+        rows.append(
+            "| most memory of a step of an 8B model in float32 on 8 H200, 8192 tokens each, full "
+            "activation checkpointing, predicted and measured | "
+            f"{both[0]:.1f} and {both[1]:.1f} GiB | {link('predictions')}, {link('fsdp_options')} |"
+        )
+    return rows
 
 
 @table()
@@ -121,6 +149,8 @@ def chapters() -> list[str]:
         "DistributedDataParallel, gradients averaged while they are computed",
         "03-multi-node": "several nodes, from Slurm, ssh, mpirun or torchrun: a stop on a signal, "
         "requeue, nodes that go and come, who waits for whom",
+        "04-fsdp": "a model too large for one GPU: weights, gradients, moments sharded with FSDP2, "
+        "activations recomputed, checkpoints written while it trains on",
     }
     rows = ["| chapter | what it adds | lines | diff |", "|---|---|---:|---:|"]
     before = None
@@ -403,6 +433,150 @@ def recovery(found) -> list[str]:
         shown = f"{lost[0]}" if len(lost) == 1 else f"{lost[0]} to {lost[-1]}"
         seconds = spread([run["seconds"] for run in runs])
         rows.append(f"| {name} | {who} | {seconds} | {shown} |")
+    return rows
+
+
+# --- chapter 4 ---
+
+
+def measured_runs(row: dict) -> list[dict]:
+    """Return the runs of a row of fsdp.py that came to an end."""
+    return [run for run in row.get("runs", []) if run and "failed" not in run]
+
+
+def measured_peak(row: dict) -> float | None:
+    """Return the most GiB that a row of fsdp.py held, of a search the largest that trained."""
+    if "tries" in row:
+        tries = {each["blocks"]: each.get("peak_mem_gib") for each in row["tries"]}
+        return tries.get(row.get("blocks"))
+    peaks = [run["peak_mem_gib"] for run in measured_runs(row)]
+    return statistics.median(peaks) if peaks else None
+
+
+@table(result("fsdp_options"), result("predictions"))
+def fsdp_options(found, predictions) -> list[str]:
+    rows = [
+        "| option | tokens/s per GPU | ms per step | peak, GiB | predicted, not compiled, GiB "
+        "| measured against it |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    for row in found["rows"]:
+        runs = measured_runs(row)
+        expected = predictions["fsdp_options"].get(row["label"], {}).get("peak_gib")
+        predicted = f"{expected:.1f}" if expected else ""
+        if runs:
+            peak = measured_peak(row)
+            cells = [
+                number([run["tokens_per_s_per_device"] for run in runs], 0),
+                number([run["time/total"] for run in runs], 0),
+                f"{peak:.1f}",
+                predicted,
+                f"{peak / expected - 1:+.1%}" if expected else "",
+            ]
+        elif None in row["runs"]:
+            cells = ["out of memory", "", "", predicted, ""]
+        else:
+            continue
+        rows.append(f"| {row['label']} | {' | '.join(cells)} |")
+    return rows
+
+
+@table(result("fsdp_gpt2"))
+def fsdp_gpt2(found) -> list[str]:
+    rows = [
+        "| GPUs | tokens/s per GPU, chapter 3 | chapter 4 | ratio | peak, GiB, chapter 3 "
+        "| chapter 4 |",
+        "|---:|---:|---:|---:|---:|---:|",
+    ]
+    both = {(row["gpus"], row["chapter"]): measured_runs(row) for row in found["rows"]}
+    for gpus in sorted({gpus for gpus, _ in both}):
+        pair = [both.get((gpus, chapter), []) for chapter in ("03-multi-node", "04-fsdp")]
+        if not all(pair):
+            continue
+        speeds = [[run["tokens_per_s_per_device"] for run in runs] for runs in pair]
+        ddp, fsdp = map(statistics.median, speeds)
+        peaks = [statistics.median(run["peak_mem_gib"] for run in runs) for runs in pair]
+        cells = [*(number(each, 0) for each in speeds), f"{fsdp / ddp:.3f}"]
+        cells += [f"{peak:.1f}" for peak in peaks]
+        rows.append(f"| {gpus} | {' | '.join(cells)} |")
+    return rows
+
+
+@table(result("fsdp_largest"), result("predictions"))
+def fsdp_largest(found, predictions) -> list[str]:
+    rows = [
+        "| strategy | GPUs | most blocks that trained | predicted | parameters, billions "
+        "| peak, GiB |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    for row in sorted(found["rows"], key=lambda row: row["gpus"]):
+        peak = measured_peak(row)
+        if peak is None:
+            continue
+        expected = predictions["fsdp_largest"].get(row["label"], {})
+        billions = f"{expected['parameters'] / 1e9:.1f}" if expected else ""
+        failed = any("peak_mem_gib" in t and t["peak_mem_gib"] is None for t in row["tries"])
+        blocks = f"{row['blocks']}" if failed else f"{row['blocks']} or more"
+        rows.append(
+            f"| {row['strategy']} | {row['gpus']} | {blocks} | {row['predicted']} | "
+            f"{billions} | {peak:.1f} |"
+        )
+    order = list(dict.fromkeys(row["strategy"] for row in found["rows"]))
+    return rows[:2] + sorted(rows[2:], key=lambda row: order.index(row.split(" | ")[0][2:]))
+
+
+def fsdp_checkpoint(found) -> list[str]:
+    """Return a row for each way to save; "during" are steps that begin while it is written."""
+    rows = [
+        "| checkpoint | training stands still, s | complete after, s | ms per step before "
+        "| during the write | after it |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    for row in found["rows"]:
+        if not measured_runs(row):
+            continue
+        run = measured_runs(row)[0]
+        words = row["command"].split()
+        every = int(words[words.index("--ckpt-freq") + 1])
+        saves = [call for call in run["saves"] if call["what"] == "save"]
+        writes = [call for call in run["saves"] if call["what"] == "write"]
+        before, during, after = run["total_ms"][row["warm_up"] : every], [], []
+        complete = []
+        for number_of_save, save in enumerate(saves):
+            now = save["at"] + save["seconds"]
+            ends = [w["at"] + w["seconds"] for w in writes if w["at"] >= save["at"]]
+            end = min(ends, default=now)
+            complete.append(end - save["at"])
+            first = every * (number_of_save + 1)
+            for ms in run["total_ms"][first : first + every]:
+                (during if now < end else after).append(ms)
+                now += ms / 1000
+        cells = [number([save["seconds"] for save in saves], 2), number(complete, 2)]
+        cells += [spread(times, 0) if times else "" for times in (before, during, after)]
+        rows.append(f"| {row['label']} | {' | '.join(cells)} |")
+    return rows
+
+
+if (REPOSITORY / result("fsdp_checkpoint")).exists():
+    table(result("fsdp_checkpoint"))(fsdp_checkpoint)
+
+
+@table(result("sharding_2"), result("sharding_4"))
+def fsdp_sharded_cpu(two, four) -> list[str]:
+    rows = [
+        "| strategy | ranks | weights | gradients | moments | sum, GiB | predicted, GiB "
+        "| sent per step |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    whole = two["DDP"]["bytes_by_rank"][0]["weights"]
+    for name in ("DDP", "DDP with ZeRO-1", "FSDP"):
+        for found in (two, four):
+            each = found[name]
+            most = max(each["bytes_by_rank"], key=lambda held: sum(held.values()))
+            sizes = (*most.values(), sum(most.values()), sum(each["predicted"].values()))
+            cells = [f"{size / GIB:.2f}" for size in sizes]
+            cells.append(f"{each['sent_bytes'] / whole:.2f} x weights")
+            rows.append(f"| {name} | {found['world_size']} | {' | '.join(cells)} |")
     return rows
 
 

@@ -1,0 +1,96 @@
+"""What 04-fsdp/memory.py predicts for every row that fsdp.py has measured.
+
+python tests/benchmarks/predictions.py --output tests/benchmarks/results/predictions.json
+
+The options are those of the row's command, read as the chapter reads it, and of its GPUs. A row
+with --compile is predicted as if it were not compiled: memory.py does not know what fusing saves.
+"""
+
+import argparse
+import json
+import shlex
+import sys
+from pathlib import Path
+from unittest import mock
+
+from fsdp import DDP, REPOSITORY, SHAPE
+from machine import RESULTS, write_result
+from runner import load_script
+
+from common import models
+from common.data import split_batch
+
+memory = load_script(REPOSITORY / "04-fsdp/memory.py")
+scripts = {}
+
+
+def read_args(row: dict) -> argparse.Namespace:
+    """Return the arguments of a row's command, with the defaults of its chapter."""
+    script, *words = shlex.split(row["command"])
+    if script not in scripts:
+        scripts[script] = load_script(REPOSITORY / script)
+    with mock.patch.object(sys, "argv", [script, *words]):
+        return scripts[script].get_args()
+
+
+def options_of(row: dict) -> tuple[str, int | None, object]:
+    """Return the preset of a row, its number of blocks if it is another one, memory.py's Options.
+
+    fsdp.py names the folders that it makes of SHAPE: model, or shape-29 with 29 blocks.
+    """
+    args = read_args(row)
+    folder = Path(args.model_name)
+    name = SHAPE.parent.name if folder.is_absolute() else args.model_name
+    blocks = row["blocks"] if folder.name.startswith("shape-") else None
+    batch_size, accumulation = split_batch(args, row["gpus"], args.global_batch_size)
+    if row["chapter"] == DDP:
+        given = {"sharding": "zero1" if args.zero1 else "ddp"}
+    else:
+        same = ("reshard_after_forward", "reduce_every_backward", "prefetch", "hsdp", "cpu_offload")
+        given = {key: getattr(args, key) for key in (*same, "activation_checkpointing")}
+        given["sharding"] = "fsdp"
+    given |= {"batch_size": batch_size, "accumulation": accumulation}
+    given |= {"gpus": row["gpus"], "gpus_per_node": row["gpus"] // (row.get("nodes") or 1)}
+    seq_length = models.check_sizes(models.load_config(name), (), args.seq_length)
+    options = memory.Options(seq_length=seq_length, param_dtype=args.param_dtype, **given)
+    return name, blocks, options
+
+
+def predict_rows(rows: list[dict], counted: dict) -> dict[str, dict]:
+    """Return for each row's label the peak in GiB, its moment, the number of parameters."""
+    predicted = {}
+    for row in rows:
+        if row.get("blocks") == 0:
+            continue  # nothing trained
+        name, blocks, options = options_of(row)
+        config = models.load_config(name)
+        config.num_hidden_layers = blocks or config.num_hidden_layers
+        known = counted.setdefault((name, blocks), {})
+        found = memory.predict(config, options, known)
+        groups, _ = next(iter(known.values()))
+        predicted[row["label"]] = {
+            "peak_gib": round(found["peak"] / memory.GIB, 3),
+            "fullest_at": list(found["moment"]),
+            "parameters": sum(shape.numel() for group in groups for shape in group),
+        }
+    return predicted
+
+
+def predict_all() -> dict[str, dict]:
+    """Return the predictions for each result file of fsdp.py."""
+    counted = {}
+    return {
+        path.stem: predict_rows(json.loads(path.read_text())["results"]["rows"], counted)
+        for path in sorted(RESULTS.glob("fsdp_*.json"))
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
+    args = parser.parse_args()
+    write_result(args.output, predict_all())
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,181 @@
+"""What 04-fsdp/memory.py predicts against what GPUs held, and what the page shows of it."""
+
+import re
+import sys
+from dataclasses import asdict
+
+import matplotlib
+import pytest
+from conftest import ROOT, run_script
+
+sys.path.append(str(ROOT / "tests/benchmarks"))
+import predictions
+import report
+
+FIGURE = ROOT / "04-fsdp/memory.svg"
+MEASURED = sorted(path.stem for path in predictions.RESULTS.glob("fsdp_*.json"))
+FOLDER = "04-fsdp/train_llm.py -m /a/folder/model -s 8192 -b 1 --global-batch-size 8"
+STALE = f"run python tests/benchmarks/predictions.py --output {report.result('predictions')}"
+KEEP = "activation_checkpointing"
+
+
+def rows_of(name: str) -> list[dict]:
+    return report.content(ROOT / report.result(name))["rows"]
+
+
+def predicted() -> dict:
+    return report.content(ROOT / report.result("predictions"))
+
+
+def row(command: str, **more: object) -> dict:
+    return {"command": command, "chapter": command.split("/")[0], "gpus": 8, **more}
+
+
+# --- the options of a row ---
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        (row(FOLDER), {}),
+        (row(f"{FOLDER} --compile --activation-checkpointing full"), {KEEP: "full"}),
+        (row(FOLDER.replace("size 8", "size 16")), {"accumulation": 2}),
+        (row(FOLDER.replace("-b 1", "-b 4").replace("size 8", "size 48")),
+            {"batch_size": 3, "accumulation": 2}),
+        (row(f"{FOLDER} --hsdp", nodes=2), {"hsdp": True, "gpus_per_node": 4}),
+        (row(f"{FOLDER} --no-reshard-after-forward"), {"reshard_after_forward": False}),
+        (row(f"{FOLDER} --prefetch 0 --cpu-offload"), {"prefetch": 0, "cpu_offload": True}),
+        (row(f"{FOLDER} --reduce-every-backward"), {"reduce_every_backward": True}),
+        (row(f"{FOLDER} --param-dtype bfloat16"), {"param_dtype": "bfloat16"}),
+        (row(FOLDER.replace("04-fsdp", "03-multi-node")), {"sharding": "ddp"}),
+        (row(FOLDER.replace("04-fsdp", "03-multi-node") + " --zero1"), {"sharding": "zero1"}),
+    ],
+)  # fmt: skip
+def test_options_of_a_row(given, expected):
+    name, blocks, options = predictions.options_of(given)
+    assert (name, blocks) == ("llama-3.1-8b", None)
+    plain = {"sharding": "fsdp", "gpus": 8, "seq_length": 8192, **expected}
+    assert asdict(options) == asdict(predictions.memory.Options(**plain))
+
+
+def test_a_searched_shape_has_the_blocks_that_trained():
+    """Its command is the one of the last try, which failed."""
+    given = row(FOLDER.replace("/model", "/shape-30"), blocks=29)
+    assert predictions.options_of(given)[:2] == ("llama-3.1-8b", 29)
+
+
+@pytest.mark.parametrize(
+    ("flag", "wrong"),
+    [("-s 512", "-s 128"), ("-b 1", "-b 2"), ("checkpointing full", "checkpointing none")],
+)
+def test_a_wrong_flag_is_noticed(flag, wrong):
+    command = "04-fsdp/train_llm.py -m gpt2 -s 512 -b 1 --global-batch-size 16"
+    command += " --activation-checkpointing full"
+    assert flag in command
+    right, planted = (
+        predictions.predict_rows([row(text, label="row")], {})["row"]["peak_gib"]
+        for text in (command, command.replace(flag, wrong))
+    )
+    assert planted != pytest.approx(right, rel=0.1)
+
+
+# --- against what was measured ---
+
+
+def wrong_peaks(expected: dict) -> tuple[int, list[str]]:
+    """Return how many rows memory.py can know, and those of them that are off by more than 10%.
+
+    Where blocks are compiled and keep something, it is the compiler that chooses what.
+    """
+    compared, wrong = 0, []
+    for name in MEASURED:
+        for each in rows_of(name):
+            peak = report.measured_peak(each)
+            args = predictions.read_args(each)
+            recomputes = getattr(args, KEEP, "none") == "full"
+            if peak is None or (args.compile and not recomputes):
+                continue
+            compared += 1
+            assert each["label"] in expected.get(name, {}), STALE
+            if expected[name][each["label"]]["peak_gib"] != pytest.approx(peak, rel=0.1):
+                wrong.append(each["label"])
+    return compared, wrong
+
+
+def test_gpus_hold_what_was_predicted():
+    compared, wrong = wrong_peaks(predicted())
+    assert compared >= 5
+    assert wrong == []
+
+
+def test_a_wrong_prediction_is_noticed():
+    expected = predicted()
+    expected["fsdp_options"]["full"]["peak_gib"] *= 1.15
+    assert wrong_peaks(expected)[1] == ["full"]
+
+
+@pytest.mark.slow
+def test_the_file_of_predictions_is_what_memory_py_says():
+    assert predictions.predict_all() == predicted(), STALE
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_states_on_cpus_are_as_predicted(ranks):
+    found = report.content(ROOT / report.result(f"sharding_{ranks}"))
+    for name in ("DDP", "DDP with ZeRO-1", "FSDP"):
+        held = found[name]["bytes_by_rank"]
+        assert len(held) == ranks
+        assert max(held, key=lambda each: sum(each.values())) == found[name]["predicted"], name
+
+
+# --- tables ---
+
+
+def test_parameters_are_those_of_the_shapes():
+    found = {each["parameters"] for each in predicted()["fsdp_options"].values()}
+    assert found == {8_030_261_248}  # https://huggingface.co/meta-llama/Llama-3.1-8B: 8.03B
+
+
+def test_what_was_not_measured_is_not_shown():
+    run = {"tokens_per_s_per_device": 10.0, "time/total": 5.0, "peak_mem_gib": 2.0}
+    runs = {"one": [run], "short": [None], "broken": [{"failed": [1]}], "absent": []}
+    found = {"rows": [{"label": label, "runs": each} for label, each in runs.items()]}
+    known = {"fsdp_options": {"one": {"peak_gib": 1.0}}}
+    _, _, *rows = report.fsdp_options(found, known)
+    assert rows == [
+        "| one | 10 | 5 | 2.0 | 1.0 | +100.0% |",
+        "| short | out of memory |  |  |  |  |",
+    ]
+
+
+def test_steps_around_a_save():
+    """A copy of 0.5 s, then a write of 1 s: it ends within the second of the steps of 0.6 s."""
+    saves = [
+        {"what": "copy", "seconds": 0.5, "at": 10.0},
+        {"what": "save", "seconds": 0.5, "at": 10.0},
+        {"what": "write", "seconds": 1.0, "at": 10.5},
+    ]
+    total_ms = [900.0, 500.0, 500.0, 600.0, 600.0, 400.0]
+    run = {"saves": saves, "total_ms": total_ms}
+    command = "04-fsdp/train_llm.py --ckpt-freq 3"
+    each = {"label": "async", "command": command, "warm_up": 1, "runs": [run]}
+    *_, shown = report.fsdp_checkpoint({"rows": [each]})
+    before, during = "500 (500 to 500)", "600 (600 to 600)"
+    assert shown == f"| async | 0.50 | 1.50 | {before} | {during} | 400 (400 to 400) |"
+
+
+# --- figure ---
+
+
+@pytest.mark.slow
+def test_the_figure_is_what_the_command_draws(tmp_path):
+    committed = FIGURE.read_text()
+    version = re.search(r"Matplotlib v([\d.]+\d)", committed)[1]
+    if matplotlib.__version__ != version:
+        pytest.skip(f"needs matplotlib {version}, which drew the figure")
+    chart = tmp_path / "memory.svg"
+    words = "-m llama-3.1-8b -s 8192 -b 1 --gpus 8 --gpu-memory 139 --chart"
+    run = run_script("04-fsdp/memory.py", *words.split(), chart)
+    assert run.returncode == 0, run.stderr
+    assert chart.read_text() == committed
+    assert len(committed) < 100_000
