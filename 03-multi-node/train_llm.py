@@ -136,7 +136,7 @@ def main() -> None:
     model.to(device)  # before there is an optimizer: it holds on to what it gets
     if args.compile:
         model.compile()  # in place: a wrapper would rename the parameters
-    # Rank 0's weights go to all, and from then on every backward pass averages the gradients.
+    # All ranks begin with the same weights, and every backward pass averages the gradients.
     ddp_model = DistributedDataParallel(
         model,
         gradient_as_bucket_view=True,
@@ -177,7 +177,7 @@ def main() -> None:
     # The best rate falls with the width of the model, roughly as its inverse.
     lr = args.lr if args.lr is not None else 1 / config.hidden_size
     adamw = torch.optim.AdamW
-    if args.zero1:  # each rank updates a part of the weights and sends it to the others
+    if args.zero1:  # moments are twice the weights: each rank needs those of its part only
         adamw = functools.partial(ZeroRedundancyOptimizer, optimizer_class=torch.optim.AdamW)
     optimizer = adamw(
         model.parameters(),

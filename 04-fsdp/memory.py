@@ -158,9 +158,7 @@ def count(
             attn_implementation="causal_sdpa",
             dtype=torch.bfloat16 if half else torch.float32,
         )
-    blocks = [m for m in model.modules() if type(m).__name__ in (model._no_split_modules or ())]
-    if not blocks:
-        raise InputError(f"transformers does not say what the blocks of {config.model_type} are.")
+    blocks = models.find_blocks(model)
     parameters = [list(block.parameters()) for block in blocks]
     inside = {id(parameter) for group in parameters for parameter in group}
     parameters.append([p for p in model.parameters() if id(p) not in inside])

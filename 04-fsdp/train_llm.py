@@ -156,7 +156,7 @@ def main() -> None:
     weights = model.state_dict() if rank == 0 and not args.pretrained else {}
     model.to("meta")
     model.tie_weights()  # GPT-2's output layer and embedding were one tensor and are two now
-    blocks = [m for m in model.modules() if type(m).__name__ in model._no_split_modules]
+    blocks = models.find_blocks(model)
     if args.activation_checkpointing != "none":
         # The backward pass of a block computes once more what its forward pass did not keep.
         selective = functools.partial(create_selective_checkpoint_contexts, KEPT)
@@ -177,9 +177,9 @@ def main() -> None:
     for i in range(len(blocks) if args.prefetch else 0):
         blocks[i].set_modules_to_forward_prefetch(blocks[i + 1 : i + 1 + args.prefetch])
         blocks[i].set_modules_to_backward_prefetch(blocks[max(0, i - args.prefetch) : i][::-1])
-    if args.cpu_offload:  # weights, gradients, two moments
+    if args.cpu_offload:  # weights, gradients, two moments, and the copy of all but gradients
         mine = sum(parameter.to_local().nbytes for parameter in model.parameters())
-        hosts.check_memory(4 * mine, "--cpu-offload")
+        hosts.check_memory((4 + 3 * args.async_checkpoint) * mine, "--cpu-offload")
     home = "cpu" if args.cpu_offload else device
     model.to_empty(device=home)  # before there is an optimizer: it holds on to what it gets
     for module in model.modules():
@@ -190,7 +190,7 @@ def main() -> None:
         for block in blocks:
             compiled = torch.compile(block.forward)  # without the hooks that gather its weights
             block.forward = compiled  # in place: a wrapper would rename the parameters
-    # Rank 0's weights go to all, and from then on every backward pass averages the gradients.
+    # All ranks begin with the same weights, and every backward pass averages the gradients.
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     if args.pretrained:
         load_shards(model, args.model_name)  # each rank reads its own part of the files
@@ -232,7 +232,7 @@ def main() -> None:
         args.warmup_steps = min(100, total_steps // 4)
     # The best rate falls with the width of the model, roughly as its inverse.
     lr = args.lr if args.lr is not None else 1 / config.hidden_size
-    if args.zero1:  # each rank updates a part of the weights and sends it to the others
+    if args.zero1:  # moments are twice the weights: each rank needs those of its part only
         logger.info("--zero1 changes nothing: FSDP shards the moments with the weights")
     optimizer = torch.optim.AdamW(
         model.parameters(),
@@ -277,7 +277,7 @@ def main() -> None:
     progress_bar = cli.progress_bar(total_steps, state["step"], rank)
     token_flops = flops_per_token(model, config, seq_length)
     timers = PhaseTimers(device)
-    save = AsyncCheckpoints() if args.async_checkpoint else save_checkpoint
+    save = AsyncCheckpoints(args.dist_timeout) if args.async_checkpoint else save_checkpoint
     meeting_point = torch.zeros((), device=device)
     batches = None
     model.train()  # dropout on, where a model has it

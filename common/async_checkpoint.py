@@ -1,5 +1,6 @@
 """Checkpoints that are written while the training goes on."""
 
+import datetime
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -21,10 +22,13 @@ class AsyncCheckpoints:
     own: in the default group its messages and those of the training would wait for each other.
 
     The copy stays in host memory between checkpoints, for the next one. All ranks must call this.
+
+    timeout_s: seconds that a rank waits for the others to have written their parts.
     """
 
-    def __init__(self) -> None:
-        self._group = dist.new_group(backend="gloo")
+    def __init__(self, timeout_s: int) -> None:
+        timeout = datetime.timedelta(seconds=timeout_s)
+        self._group = dist.new_group(backend="gloo", timeout=timeout)
         on_gpu = torch.cuda.is_available()
         self._stager = DefaultStager(
             StagingOptions(
@@ -34,7 +38,8 @@ class AsyncCheckpoints:
                 use_non_blocking_copy=on_gpu,  # one after the other without the host in between
             )
         )
-        self._thread = ThreadPoolExecutor(max_workers=1)
+        gpu = torch.cuda.current_device() if on_gpu else None
+        self._thread = ThreadPoolExecutor(max_workers=1, initializer=_own_stream, initargs=(gpu,))
         self._writing: Future | None = None
 
     def __call__(
@@ -67,3 +72,10 @@ class AsyncCheckpoints:
         if self._writing is not None:
             writing, self._writing = self._writing, None
             writing.result()
+
+
+def _own_stream(gpu: int | None) -> None:
+    """In the thread: this rank's GPU, not the first, and no waiting for the training's kernels."""
+    if gpu is not None:
+        torch.cuda.set_device(gpu)
+        torch.cuda.set_stream(torch.cuda.Stream())

@@ -2,6 +2,7 @@
 
 import os
 import socket
+from pathlib import Path
 
 from common.cli import InputError
 from common.record import gather, rank_and_world_size
@@ -52,5 +53,8 @@ def check_memory(n_bytes: int, what: str) -> None:
 
 
 def memory_bytes() -> int:
-    """Return the bytes of memory of this machine, in use or not."""
-    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    """Return the bytes of memory of this machine, in use or not, or of the container it is."""
+    limit = Path("/sys/fs/cgroup/memory.max")  # a container's own; "max" where there is none
+    text = limit.read_text().strip() if limit.exists() else "max"
+    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    return min(int(text), physical) if text.isdecimal() else physical

@@ -8,6 +8,7 @@ import huggingface_hub
 import torch
 import transformers
 from huggingface_hub import constants
+from torch import nn
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
@@ -145,6 +146,19 @@ def load_pretrained(name: str, config: PretrainedConfig) -> PreTrainedModel:
     except (OSError, ValueError) as error:
         lacks = f"usable weights: {_first_line(error)}"
         raise _cannot_load("model", name, lacks, error) from error
+
+
+def find_blocks(model: PreTrainedModel) -> list[nn.Module]:
+    """Return the blocks of a model in their order: those that transformers says not to split.
+
+    Raises InputError where it does not say.
+    """
+    names = model._no_split_modules or ()
+    blocks = [module for module in model.modules() if type(module).__name__ in names]
+    if not blocks:
+        kind = model.config.model_type
+        raise InputError(f"transformers does not say what the blocks of {kind} are.")
+    return blocks
 
 
 def check_sizes(

@@ -292,20 +292,22 @@ def two_dimensions(ladder) -> Series:
         for rank in range(half)
     ]
     runs = {
-        f"hsdp-{model}": {
-            "args": ladder.flags(f"hsdp-{model}", "-m", model, "--hsdp"),
-            "chapter": "04-fsdp",
-        }
+        name: {"args": ladder.flags(name, *args), "chapter": "04-fsdp"}
         for model in MODELS
+        for name, args in (
+            (f"hsdp-{model}", ("-m", model, "--hsdp")),
+            (f"hsdp-offload-{model}", ("-m", model, "--hsdp", "--cpu-offload")),
+        )
     }
     return Series(2 * half, runs, ladder.folder / "hsdp", env=places, in_shell=True)
 
 
 @pytest.mark.multi_gpu
 @pytest.mark.parametrize("model", MODELS)
-def test_same_training_in_two_dimensions_of_gpus(ladder, two_dimensions, model):
-    two_dimensions.assert_ended(f"hsdp-{model}")
-    assert_same_on_gpus(ladder, model, f"hsdp-{model}")
+@pytest.mark.parametrize("options", ["hsdp", "hsdp-offload"])
+def test_same_training_in_two_dimensions_of_gpus(ladder, two_dimensions, model, options):
+    two_dimensions.assert_ended(f"{options}-{model}")
+    assert_same_on_gpus(ladder, model, f"{options}-{model}")
 
 
 POSITIONS, HEADS = 4096, 8

@@ -230,6 +230,8 @@ def stale_tables(page: Path, text: str) -> list[str]:
     number = r"[\d,.]+( ?(ms|s|%|GiB|MB|tokens/s))?"
     numbers = rf"^\|.*--:.*|^\|.*\| *{number} *\|.*"
     complaints += [f"no table of report.py: {row[0]}" for row in re.finditer(numbers, rest, re.M)]
+    made = "".join(re.findall(r"<!-- table: \w+ -->\n((?:.*\n)*?)<!-- end -->", text))
+    complaints += [f"no row: {r}" for r in made.splitlines() if not re.fullmatch(r"\|.*\|", r)]
     links = {(page.parent / link).resolve() for link in re.findall(r"\]\(([^)#]+)\)", text)}
     for name in re.findall(r"<!-- table: (\w+) -->", text):
         for source in report.TABLES[name].sources:

@@ -158,8 +158,8 @@ def note_saves(script, path: str) -> None:
         return call
 
     class Noting(script.AsyncCheckpoints):
-        def __init__(self) -> None:
-            super().__init__()
+        def __init__(self, timeout_s: int) -> None:
+            super().__init__(timeout_s)
             self._wait = timed("wait for the one before", self._wait)
             self._stager.stage = timed("copy", self._stager.stage)
             self._save = not_last(timed("save", super().__call__))

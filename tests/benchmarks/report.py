@@ -119,7 +119,7 @@ def measured(
         f"relative difference | at most {ranks:.1e} | [launch.metrics.jsonl]({LAUNCH}) |",
         "| the same of chapter 3 on two nodes of two processes, stopped on the way, started again "
         f"by Slurm | at most {nodes:.1e} | [job.metrics.jsonl]({JOB}) |",
-        f"the same of chapter 4, sharded over two processes | at most {shards:.1e} | "
+        f"| the same of chapter 4, sharded over two processes | at most {shards:.1e} | "
         f"[launch.metrics.jsonl]({SHARDED}) |",
         "| chapter 1's step against a bare loop, two CPU cores | "
         f"x {overhead_cpu['ratio_median']:.3f} | {link('overhead_cpu')} |",
