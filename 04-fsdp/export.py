@@ -148,7 +148,7 @@ def main() -> None:
     print(
         f"{target}: step {step} of {args.run}, {model.num_parameters():,} parameters in {dtype}, "
         f"{size / 1e6:,.1f} MB\n"
-        f"to train it further: python 01-single-gpu/train_llm.py --pretrained -m {name}\n"
+        f"to train it further: bash 04-fsdp/launch.sh --pretrained -m {name}\n"
         f"in Python: transformers.AutoModelForCausalLM.from_pretrained({str(target)!r})"
     )
 

@@ -469,6 +469,8 @@ def main() -> None:
     if args.chart:
         title = f"{args.model_name}, {args.batch_size} x {args.seq_length} tokens, {args.gpus} GPUs"
         draw(rungs, args.gpu_memory, title, args.chart)
+    sequences = args.gpus * args.batch_size * args.accumulation
+    print(f"That is for --global-batch-size {sequences}; another one needs another --accumulation.")
     print(answer(config, options, args.gpu_memory, counted))
 
 

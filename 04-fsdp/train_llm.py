@@ -177,8 +177,10 @@ def main() -> None:
     for i in range(len(blocks) if args.prefetch else 0):
         blocks[i].set_modules_to_forward_prefetch(blocks[i + 1 : i + 1 + args.prefetch])
         blocks[i].set_modules_to_backward_prefetch(blocks[max(0, i - args.prefetch) : i][::-1])
+    whole = sum(parameter.nbytes for parameter in model.parameters())
+    mine = sum(parameter.to_local().nbytes for parameter in model.parameters())
+    logger.info(f"rank 0 holds {mine:,} of the weights' {whole:,} bytes")
     if args.cpu_offload:  # weights, gradients, two moments, and the copy of all but gradients
-        mine = sum(parameter.to_local().nbytes for parameter in model.parameters())
         hosts.check_memory((4 + 3 * args.async_checkpoint) * mine, "--cpu-offload")
     home = "cpu" if args.cpu_offload else device
     model.to_empty(device=home)  # before there is an optimizer: it holds on to what it gets
