@@ -45,6 +45,7 @@ SETS = {
     "ddp-cpu": (scaling(ON_CPU, "--log-freq 10", 24), 90, 30),
     "ddp-gpu": (scaling(ON_GPUS, GPT2, 64), 40, 15),
     "nodes-cpu": (scaling({"02-ddp": [2], "03-multi-node": [2]}, "--log-freq 10", 24), 90, 30),
+    "fsdp-cpu": (scaling({"03-multi-node": [2], "04-fsdp": [2]}, "--log-freq 10", 24), 90, 30),
     "nodes-gpu": (scaling({"02-ddp": [4], "03-multi-node": [4]}, GPT2, 64), 40, 15),
     "ddp-gpu-accumulation": (scaling({"02-ddp": [1, 2, 4, 8]}, GPT2, 256), 20, 10),
 }
