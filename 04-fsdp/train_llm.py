@@ -297,6 +297,9 @@ def main() -> None:
             last_backward = micro_batch == accumulation - 1
             # Until then all of them stay on each rank, as large as the whole model.
             model.set_requires_gradient_sync(last_backward or args.reduce_every_backward)
+            # To gather a block is to wait for all ranks, in the forward pass too: meet before it.
+            with timers("wait"):
+                dist.all_reduce(meeting_point)
             with timers("forward"):
                 # Each micro-batch is its part of the mean over the global batch.
                 loss = model(**batch).loss / accumulation

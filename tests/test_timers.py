@@ -14,6 +14,7 @@ from test_parity import plant
 from transformers import AutoModelForCausalLM, GPT2LMHeadModel
 
 from common import models, timers
+from common.data import Blocks
 from common.timers import PhaseTimers, find_slowest, flops_per_token, peak_flops
 
 
@@ -143,12 +144,25 @@ def make_rank_1_late() -> None:
     GPT2LMHeadModel.forward = late_forward
 
 
-def run_with_a_late_rank(chapter: str | Path, corpus: Path, tmp_path: Path) -> tuple[dict, str]:
+def make_data_of_rank_1_late() -> None:
+    load = Blocks.__getitem__
+
+    def late(self, index: int):
+        if os.environ["RANK"] == "1":
+            time.sleep(LATE_MS / 6 / 1000)  # 2 sequences in each of 3 micro-batches
+        return load(self, index)
+
+    Blocks.__getitem__ = late
+
+
+def run_with_a_late_rank(
+    chapter: str | Path, corpus: Path, tmp_path: Path, plant=make_rank_1_late
+) -> tuple[dict, str]:
     """Return the last line of metrics, of steps 6 to 10, and what rank 0 said."""
     arguments = ["-d", corpus, "-s", 32, "--global-batch-size", 12, "-b", 2, "--max-steps", 10]
     arguments += ["--log-freq", 5, "--save-dir", tmp_path, "-e", "run"]
     files = [str(tmp_path / f"stderr-{rank}") for rank in range(2)]
-    ranks = Ranks(2, arguments, chapter=chapter, stderr_file=files, plant=make_rank_1_late)
+    ranks = Ranks(2, arguments, chapter=chapter, stderr_file=files, plant=plant)
     assert ranks.finish() == [0, 0]
     said = Path(files[0]).read_text()
     assert "2 sequences x 2 devices x 3 micro-batches" in said
@@ -165,9 +179,28 @@ def assert_the_late_rank_is_named(metrics: dict, said: str) -> None:
     assert f" | waited up to {wait:.1f} ms for rank 1 on {host}\n" in said
 
 
+def test_a_late_rank_is_named(corpus, tmp_path):
+    assert_the_late_rank_is_named(*run_with_a_late_rank("03-multi-node", corpus, tmp_path))
+
+
 @pytest.mark.parametrize("chapter", CHAPTERS[2:])
-def test_a_late_rank_is_named(chapter, corpus, tmp_path):
-    assert_the_late_rank_is_named(*run_with_a_late_rank(chapter, corpus, tmp_path))
+def test_a_rank_with_late_data_is_named(chapter, corpus, tmp_path):
+    found = run_with_a_late_rank(chapter, corpus, tmp_path, make_data_of_rank_1_late)
+    assert_the_late_rank_is_named(*found)
+
+
+def test_a_sharded_forward_pass_waits_itself(corpus, tmp_path):
+    """With FSDP: who is late in it is waited for in it; and the planted bug meets after it only."""
+    metrics, said = run_with_a_late_rank("04-fsdp", corpus, tmp_path)
+    assert metrics["time/forward"] > LATE_MS / 2
+    with pytest.raises(AssertionError, match=r"^the wait is"):
+        assert_the_late_rank_is_named(metrics, said)
+    meet = '            with timers("wait"):\n                dist.all_reduce(meeting_point)\n'
+    chapter = plant("04-fsdp", tmp_path / "chapter", [(meet, "")])
+    (tmp_path / "bug").mkdir()
+    found = run_with_a_late_rank(chapter, corpus, tmp_path / "bug", make_data_of_rank_1_late)
+    with pytest.raises(AssertionError, match=r"^the wait is"):
+        assert_the_late_rank_is_named(*found)
 
 
 def test_a_meeting_after_the_backward_pass_sees_no_wait(corpus, tmp_path):
