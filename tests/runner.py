@@ -60,6 +60,27 @@ def server_context() -> multiprocessing.context.ForkServerContext:
     return context
 
 
+def ask_ranks(
+    world_size: int, target: Callable[..., None], *arguments: object, timeout: float = 60
+) -> list:
+    """Call target(rank, *arguments, queue) in a process for each rank; return the answers by rank.
+
+    Each puts (rank, answer) on the queue, within `timeout` seconds. What it puts must be copied:
+    the process may be gone when it is read.
+    """
+    context = server_context()
+    queue = context.Queue()
+    ranks = [
+        context.Process(target=target, args=(rank, *arguments, queue)) for rank in range(world_size)
+    ]
+    for process in ranks:
+        process.start()
+    found = dict(queue.get(timeout=timeout) for _ in ranks)
+    for process in ranks:
+        process.join(30)
+    return [found[rank] for rank in range(world_size)]
+
+
 def load_script(path: Path):
     """Import a script by its path, anew each time."""
     spec = importlib.util.spec_from_file_location(path.stem, path)

@@ -11,7 +11,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import ROOT, run_script
-from runner import load_script, server_context
+from runner import ask_ranks, load_script
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -26,7 +26,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from common import launch
-from common.models import causal_attention, load_config
+from common.models import causal_attention, find_blocks, load_config
 
 SCRIPT = ROOT / "04-fsdp" / "memory.py"
 STORED = ("parameters", "gradients", "moments")
@@ -106,7 +106,7 @@ def train(name: str, options, kept_ops: list) -> dict[str, int]:
         )
         forward, blocks = model, []
         if options.sharding == "fsdp":
-            blocks = [m for m in model.modules() if type(m).__name__ in model._no_split_modules]
+            blocks = find_blocks(model)
         if options.activation_checkpointing != "none":
             selective = partial(create_selective_checkpoint_contexts, kept_ops)
             keep = options.activation_checkpointing == "selective"
@@ -182,18 +182,7 @@ def rank_main(rank: int, world_size: int, runs: list, folder, queue) -> None:
 
 def on_ranks(world_size: int, runs: list, folder) -> list[list[dict]]:
     """Return for each rank what each of the runs held."""
-    context = server_context()
-    queue = context.Queue()
-    arguments = (world_size, runs, folder, queue)
-    ranks = [
-        context.Process(target=rank_main, args=(rank, *arguments)) for rank in range(world_size)
-    ]
-    for process in ranks:
-        process.start()
-    found = dict(queue.get(timeout=100) for _ in ranks)
-    for process in ranks:
-        process.join(60)
-    return [found[rank] for rank in range(world_size)]
+    return ask_ranks(world_size, rank_main, world_size, runs, folder, timeout=100)
 
 
 @pytest.fixture

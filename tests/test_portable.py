@@ -8,7 +8,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import ROOT
-from runner import server_context
+from runner import ask_ranks
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
@@ -72,18 +72,7 @@ def rank_main(rank: int, world_size: int, sharded: bool, action: str, folder: Pa
 
 def run_ranks(world_size: int, sharded: bool, action: str, folder: Path) -> list:
     """Run rank_main on each rank and return what each put on the queue."""
-    context = server_context()
-    queue = context.Queue()
-    arguments = (world_size, sharded, action, folder, queue)
-    ranks = [
-        context.Process(target=rank_main, args=(rank, *arguments)) for rank in range(world_size)
-    ]
-    for process in ranks:
-        process.start()
-    found = dict(queue.get(timeout=60) for _ in ranks)
-    for process in ranks:
-        process.join(60)
-    return [found[rank] for rank in range(world_size)]
+    return ask_ranks(world_size, rank_main, world_size, sharded, action, folder)
 
 
 @pytest.mark.parametrize(("saved_on", "saved_sharded"), [(1, False), (2, False), (2, True)])

@@ -9,7 +9,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from conftest import CHAPTERS, read_metrics
-from runner import Ranks, server_context
+from runner import Ranks, ask_ranks
 from test_parity import plant
 from transformers import AutoModelForCausalLM, GPT2LMHeadModel
 
@@ -105,23 +105,13 @@ def find_slowest_on(rank: int, meeting_file: Path, queue) -> None:
     socket.gethostname = lambda: f"node{rank}"
     store = f"file://{meeting_file}"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=len(WAITS_MS))
-    queue.put(find_slowest(WAITS_MS[rank]))
+    queue.put((rank, find_slowest(WAITS_MS[rank])))
     dist.barrier()
     dist.destroy_process_group()
 
 
 def test_who_waits_least_is_the_slowest(tmp_path):
-    context = server_context()
-    queue = context.Queue()
-    processes = [
-        context.Process(target=find_slowest_on, args=(rank, tmp_path / "store", queue))
-        for rank in WAITS_MS
-    ]
-    for process in processes:
-        process.start()
-    found = [queue.get(timeout=60) for _ in processes]
-    for process in processes:
-        process.join(60)
+    found = ask_ranks(len(WAITS_MS), find_slowest_on, tmp_path / "store")
     expected = {"time/wait_max": 30.0, "slowest_rank": 1, "slowest_host": "node1"}
     assert found == [expected] * 3
 

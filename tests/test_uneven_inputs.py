@@ -7,7 +7,7 @@ from contextlib import nullcontext
 import pytest
 import torch
 import torch.distributed as dist
-from runner import server_context
+from runner import ask_ranks
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
@@ -42,18 +42,7 @@ def rank_main(rank: int, folder: str, joined: bool, queue) -> None:
 
 
 def run(folder, joined: bool) -> list:
-    context = server_context()
-    queue = context.Queue()
-    ranks = [
-        context.Process(target=rank_main, args=(rank, str(folder), joined, queue))
-        for rank in range(2)
-    ]
-    for process in ranks:
-        process.start()
-    found = dict(queue.get(timeout=60) for _ in ranks)
-    for process in ranks:
-        process.join(30)
-    return [found[0], found[1]]
+    return ask_ranks(2, rank_main, str(folder), joined)
 
 
 def test_a_rank_with_one_batch_more_waits_for_the_others(tmp_path):

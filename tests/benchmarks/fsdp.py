@@ -33,7 +33,7 @@ from torch.distributed import TCPStore
 
 REPOSITORY = Path(__file__).parents[2]
 sys.path.insert(0, str(REPOSITORY / "tests"))
-from runner import load_script  # noqa: E402
+from runner import load_script, place_of  # noqa: E402
 
 DDP, FSDP = "03-multi-node", "04-fsdp"
 OUT_OF_MEMORY = 3
@@ -78,7 +78,7 @@ def child(jobs: list[dict]) -> None:
     """
     os.chdir(REPOSITORY)
     for job in jobs:
-        os.environ |= job["place"]
+        os.environ |= {key: str(value) for key, value in job["place"].items()}
         sys.stderr = open(f"{job['notes']}.stderr", "w", buffering=1)  # noqa: PTH123, SIM115
         try:
             train(job["chapter"], job["words"], job["purpose"], job["notes"])
@@ -186,16 +186,11 @@ def start(series: list[dict], first: int, folder: Path) -> list:
         configuration |= {"store": store, "name": name}
         for rank in range(gpus):
             begin = first + rank // local * local
-            place = {
-                "RANK": str(rank),
-                "LOCAL_RANK": str(rank % local),
-                "WORLD_SIZE": str(gpus),
-                "LOCAL_WORLD_SIZE": str(local),
-                "MASTER_ADDR": "localhost",
-                "MASTER_PORT": str(store.port),
-                "TORCHELASTIC_USE_AGENT_STORE": "True",
-                "TORCHELASTIC_RESTART_COUNT": "0",
-                "OMP_NUM_THREADS": str(threads),
+            place = place_of(rank, gpus) | {
+                "LOCAL_RANK": rank % local,
+                "LOCAL_WORLD_SIZE": local,
+                "MASTER_PORT": store.port,
+                "OMP_NUM_THREADS": threads,
                 "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(begin, begin + local))),
                 "WANDB_MODE": "disabled",
             }
@@ -245,7 +240,7 @@ def read(configuration: dict, processes: list, folder: Path) -> dict | None:
     name = configuration["name"]
     statuses = [process.exitcode for process in processes]
     done = folder / f"{name}-0.held" if torch.cuda.is_available() else folder / name / "state.json"
-    if (torch.cuda.is_available() and not done.exists()) or (any(statuses) and not done.exists()):
+    if not done.exists() and (torch.cuda.is_available() or any(statuses)):
         if OUT_OF_MEMORY in statuses:
             return None
         stderr = folder / f"{name}-0.stderr"

@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
-from common.models import causal_attention, load_config
+from common.models import causal_attention, find_blocks, load_config
 
 REPOSITORY = Path(__file__).parents[2]
 sys.path.insert(0, str(REPOSITORY / "tests"))
@@ -87,8 +87,7 @@ def measure(config, sharding: str) -> tuple[dict[str, int], Collectives]:
     adamw, options = torch.optim.AdamW, {"fused": True}
     if sharding == "fsdp":
         mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("shard",))
-        blocks = [m for m in model.modules() if type(m).__name__ in model._no_split_modules]
-        for block in blocks:
+        for block in find_blocks(model):
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
     else:
