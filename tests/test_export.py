@@ -153,7 +153,7 @@ def test_transformers_has_the_numbers_of_the_run(run, runs, export, tmp_path):
     compare(tmp_path / "model", expected)
     parameters = f"{expected.num_parameters():,} parameters in float32"
     assert f"step 4 of {runs / run}, {parameters}" in out
-    assert f"python 01-single-gpu/train_llm.py --pretrained -m {tmp_path}/model\n" in out
+    assert f"bash 04-fsdp/launch.sh --pretrained -m {tmp_path}/model\n" in out
     assert list(tmp_path.iterdir()) == [tmp_path / "model"]
     modes = {path.stat().st_mode for path in (tmp_path / "model").iterdir()}
     assert len(modes) == 1, "who may read one file may read all"
