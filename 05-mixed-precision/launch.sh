@@ -1,0 +1,10 @@
+#!/usr/bin/env bash
+# Chapter 5 with torchrun: on one machine, or the same line on every node. All arguments go to the
+# script. The variables are those of 03-multi-node/launch_torchrun.sh, which does the work.
+#
+#   bash 05-mixed-precision/launch.sh
+#   NPROC_PER_NODE=4 bash 05-mixed-precision/launch.sh --precision fp16
+#   NNODES=2 HEAD=node1:29400 bash 05-mixed-precision/launch.sh -e my-run --hsdp
+set -euo pipefail
+export LAUNCH_FILE=05-mixed-precision/launch.sh
+exec bash "$(dirname "${BASH_SOURCE[0]}")/../03-multi-node/launch_torchrun.sh" "$@"
