@@ -1,4 +1,4 @@
-"""Train a causal language model that is spread over the devices of several nodes, in few bits.
+"""Train a causal language model in mixed precision, spread over the devices of several nodes.
 
 bash 05-mixed-precision/launch.sh
 """
@@ -53,8 +53,8 @@ SRUN = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
 ATTENTION = ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
 KEPT = [getattr(torch.ops.aten, f"_scaled_dot_product_{kind}").default for kind in ATTENTION]
 KEPT += [torch.ops.aten.mm.default, torch.ops.aten.addmm.default]
-KEPT += [torch.ops.aten._scaled_mm.default]  # a product of fp8 matrices
-# What weights are gathered and multiplied in; float32 and TF32 need no other weights.
+KEPT += [torch.ops.aten._scaled_mm.default]  # the product of fp8 matrices
+# What weights are gathered and multiplied in: fp32 and tf32 need no copy, fp8 is made of bf16.
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 
 
@@ -83,7 +83,7 @@ def get_args() -> argparse.Namespace:
     numbers = ["fp32", "tf32", "bf16", "fp16", "fp8"]
     add("--precision", choices=numbers, help="of the arithmetic (if absent: bf16)")
     dtypes = ["float32", "bfloat16"]
-    add("--reduce-dtype", default="float32", choices=dtypes, help="to average half gradients in")
+    add("--reduce-dtype", choices=dtypes, help="to sum over ranks (if absent: the weights')")
     add = parser.add_argument_group("optimize").add_argument
     add("-b", "--batch-size", default=8, type=at_least(1), help="most sequences per device at once")
     add("--global-batch-size", default=24, type=at_least(1), help="sequences per step, all devices")
@@ -134,10 +134,11 @@ def main() -> None:
         format=f"[%(asctime)s] [{socket.gethostname()}] [rank {rank}] %(message)s",
         handlers=[cli.ProgressHandler()],
     )
-    args.precision = check_precision(args, device)
     # Products of float32 matrices in TF32 where a GPU has it: float32's range, 3 decimal digits.
-    strict = device.type != "cuda" or args.precision == "fp32"
-    torch.set_float32_matmul_precision("highest" if strict else "high")
+    torch.set_float32_matmul_precision("high" if device.type == "cuda" else "highest")
+    args.precision = check_precision(args, device)
+    if args.precision == "fp32":
+        torch.set_float32_matmul_precision("highest")
     logger.info(cli.describe_run(args, device))
     # Slurm warns before it takes a node back. A rank only notes it here: to leave is for all ranks.
     stop_signals = []
@@ -187,11 +188,12 @@ def main() -> None:
     mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda")
     sharding = {"mesh": mesh, "offload_policy": offload if args.cpu_offload else OffloadPolicy()}
-    # Gathered in half precision, which also computes; the shards that AdamW changes, and the sums
-    # of gradients over micro-batches and ranks, stay in float32: small changes would be lost.
-    half = HALF.get(args.precision)
-    reduce_dtype = getattr(torch, args.reduce_dtype) if half else None
-    sharding["mp_policy"] = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=reduce_dtype)
+    # Gathered in 16 bits, and so are the activations. The shards that AdamW changes and the sums
+    # of gradients, over micro-batches and ranks, stay in float32: small terms would be lost.
+    sharding["mp_policy"] = MixedPrecisionPolicy(
+        param_dtype=HALF.get(args.precision),
+        reduce_dtype=getattr(torch, args.reduce_dtype or args.param_dtype),
+    )
     # Gathered from all ranks when it is due, one block at a time, and the rest with the root. Every
     # parameter becomes a DTensor, of which a rank holds some rows.
     for block in blocks:

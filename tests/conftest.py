@@ -46,6 +46,11 @@ def launch_file(chapter: str) -> Path:
     return found
 
 
+def float32(chapter: str) -> tuple[str, ...]:
+    """Return the arguments with which a chapter computes in float32, as all before chapter 5 do."""
+    return ("--precision", "fp32") if chapter >= "05" else ()
+
+
 def free_port() -> int:
     """Return a port of this machine that is free now."""
     with socket.socket() as probe:

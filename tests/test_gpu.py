@@ -1,5 +1,6 @@
 """What only a GPU can show. Each test says so in the skip line where there is none."""
 
+import importlib.util
 import os
 import signal
 import socket
@@ -20,6 +21,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from common.attention import causal_attention
 from common.launch import ALONE
+from common.precision import FP8_CAPABILITY
 
 SCRIPT = "01-single-gpu/train_llm.py"
 
@@ -51,7 +53,9 @@ def test_first_20_losses_agree_with_the_cpu(tmp_path, args):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("chapter", CHAPTERS)
+@pytest.mark.parametrize(
+    "chapter", [*CHAPTERS, "05-mixed-precision --precision fp16"], ids=lambda words: words
+)
 def test_no_step_waits_for_the_gpu(train, monkeypatch, chapter):
     """Between two log lines nothing synchronises; PyTorch raises an error if anything does."""
     for name, value in ALONE.items():  # restored afterwards
@@ -65,7 +69,8 @@ def test_no_step_waits_for_the_gpu(train, monkeypatch, chapter):
 
     handle = register_optimizer_step_post_hook(forbid_waiting)
     try:
-        train("--max-steps", 20, "--log-freq", 20, "--ckpt-freq", 20, chapter=chapter)
+        chapter, *args = chapter.split()
+        train("--max-steps", 20, "--log-freq", 20, "--ckpt-freq", 20, *args, chapter=chapter)
     finally:
         handle.remove()
         torch.cuda.set_sync_debug_mode("default")
@@ -242,6 +247,70 @@ def test_the_wait_for_a_slow_rank_is_seen_on_gpus(tmp_path):
     metrics = losses_of(tmp_path, "slow", *TORCHRUN, 2, script, "-b", 12)[2:]
     assert {line["slowest_rank"] for line in metrics} == {1}
     assert 40 < statistics.median(line["time/wait_max"] for line in metrics) < 75
+
+
+def has_fp8() -> bool:
+    """Whether this GPU and this environment have all that chapter 5 asks for."""
+    ours = torch.cuda.is_available() and torch.cuda.get_device_capability() >= FP8_CAPABILITY
+    return ours and importlib.util.find_spec("torchao") is not None
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("model", ["gpt2-tiny", "llama-tiny"])
+def test_tf32_is_chapter_4_on_gpus(tmp_path, model):
+    """On as many GPUs as there are, up to 4; bit by bit, as the kernels and the order are the same.
+
+    The planted opposite is fp32, which differs in the first digits that TF32 does not have.
+    """
+    world_size = min(4, torch.cuda.device_count())
+    runs = {}
+    for name, words in (
+        ("chapter 4", ["04-fsdp/train_llm.py"]),
+        ("tf32", ["05-mixed-precision/train_llm.py", "--precision", "tf32"]),
+        ("fp32", ["05-mixed-precision/train_llm.py", "--precision", "fp32"]),
+    ):
+        runs[name] = losses_of(tmp_path, name, *TORCHRUN, world_size, *words, "-m", model)
+    for key in ("loss", "eval_loss", "grad_norm"):
+        found = {name: [line[key] for line in run if key in line] for name, run in runs.items()}
+        assert found["tf32"] == pytest.approx(found["chapter 4"], rel=1e-6), key
+        assert found["fp32"] != pytest.approx(found["chapter 4"], rel=1e-6), key
+        assert found["fp32"] == pytest.approx(found["chapter 4"], rel=5e-2), key
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("args", [(), ("--compile",)], ids=["", "compiled"])
+@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp8"])
+@pytest.mark.parametrize("model", ["gpt2-tiny", "llama-tiny"])
+def test_few_bits_stay_near_fp32_on_gpus(tmp_path, model, precision, args):
+    if precision == "fp8" and not has_fp8():
+        pytest.skip("needs a GPU with fp8, and torchao")
+    world_size = min(4, torch.cuda.device_count())
+    command = [*TORCHRUN, world_size, "05-mixed-precision/train_llm.py", "-m", model]
+    expected, found = (
+        losses_of(tmp_path, name, *command, "--precision", name, *more)
+        for name, more in (("fp32", ()), (precision, args))
+    )
+    for key, rel in (("loss", 2e-2), ("eval_loss", 2e-2)):
+        right = [line[key] for line in expected if key in line]
+        near = [line[key] for line in found if key in line]
+        assert near == pytest.approx(right, rel=rel), key
+        assert near != pytest.approx(right, rel=1e-6), "computed in float32"
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("args", [(), ("--cpu-offload",)], ids=["", "offload"])
+def test_an_overflow_on_one_gpu_makes_all_skip(tmp_path, args):
+    """Rank 1's loss is infinite in step 5: the weights stay, all halve the scale and go on."""
+    where = "                scaler.scale(loss).backward()"
+    overflow = 'loss = loss * (float("inf") if rank == 1 and state["step"] == 4 else 1.0)'
+    planted = [(where, f"                {overflow}\n{where}")]
+    script = plant("05-mixed-precision", tmp_path / "chapter", planted) / "train_llm.py"
+    words = ("--precision", "fp16", "--log-changed", *args)
+    metrics = losses_of(tmp_path, "overflow", *TORCHRUN, 2, script, *words)
+    scales = [line["loss_scale"] for line in metrics]
+    assert scales[4] == scales[3] / 2 and set(scales[4:]) == {scales[4]}
+    assert [line["share_changed"] == 0 for line in metrics] == [n == 4 for n in range(20)]
+    assert metrics[4]["grad_norm"] is None and metrics[-1]["loss"] < metrics[0]["loss"] - 0.5
 
 
 MODELS = ("gpt2-tiny", "llama-tiny")

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import CHAPTERS, ROOT, free_port, read_metrics
+from conftest import CHAPTERS, ROOT, float32, free_port, read_metrics
 from runner import Series, finish, start
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn import parallel
@@ -171,7 +171,7 @@ def every_world_size() -> Iterator[object]:
     models = ("gpt2-tiny", "llama-tiny")
     for chapter, world_size, model, b in product(DISTRIBUTED, (1, 2, 3, 4), models, (24, 2)):
         yield pytest.param(
-            Run(chapter, world_size, ("-m", model, "-b", b)),
+            Run(chapter, world_size, ("-m", model, "-b", b, *float32(chapter))),
             marks=[pytest.mark.slow] if model == "llama-tiny" else [],
             id=f"{chapter}-{model}-{world_size}-{'at once' if b == 24 else 'accumulated'}",
         )

@@ -1,8 +1,9 @@
-"""What chapter 4 and its options need and how fast they are, next to DDP, on GPUs.
+"""What chapters 4 and 5 and their options need and how fast they are, next to DDP, on GPUs.
 
 python tests/benchmarks/fsdp.py options --output tests/benchmarks/results/fsdp_options.json
 
     options     a model of the shape of Llama-3.1-8B at 8192 positions, each option, and pairs
+    precision   the same model, in every precision of chapter 5
     gpt2        GPT-2 124M with DDP and with FSDP
     largest     the most blocks of Llama-3.1-8B with which a step succeeds, found by trying
     checkpoint  what saving takes from the training of the 8B model
@@ -35,7 +36,7 @@ REPOSITORY = Path(__file__).parents[2]
 sys.path.insert(0, str(REPOSITORY / "tests"))
 from runner import load_script, place_of  # noqa: E402
 
-DDP, FSDP = "03-multi-node", "04-fsdp"
+DDP, FSDP, MIXED = "03-multi-node", "04-fsdp", "05-mixed-precision"
 OUT_OF_MEMORY = 3
 USABLE = 0.96  # of the memory of a GPU: CUDA and NCCL hold some, and no allocator fills it
 SHAPE = REPOSITORY / "common/presets/llama-3.1-8b/config.json"
@@ -63,6 +64,19 @@ OPTIONS = [
     ("full, offload", f"--compile {FULL} --cpu-offload", 1),
     ("full, prefetch 0", f"--compile {FULL} --prefetch 0", 1),
     ("full, bfloat16 weights", f"--compile {FULL} --param-dtype bfloat16", 1),
+]
+# Each: label, arguments, steps, those left out, number of runs. All of them recompute selectively.
+PRECISION = [
+    ("fp32", "--precision fp32", 4, 1, 1),
+    ("tf32", "--precision tf32", 6, 2, 3),
+    ("bf16", "--precision bf16", 10, 4, 3),
+    ("bf16, compiled", "--precision bf16 --compile", 10, 4, 3),
+    ("fp8, compiled", "--precision fp8 --compile", 10, 4, 3),
+    ("fp16, compiled", "--precision fp16 --compile", 10, 4, 1),
+    ("tf32, compiled", "--precision tf32 --compile", 6, 2, 1),
+    ("bf16, compiled, bf16 sums", "--precision bf16 --compile --reduce-dtype bfloat16", 10, 4, 1),
+    ("bf16, compiled, 2 sequences", "--precision bf16 --compile -b 2x", 10, 4, 3),
+    ("fp8, compiled, 2 sequences", "--precision fp8 --compile -b 2x", 10, 4, 3),
 ]
 STRATEGIES = {
     "DDP": (DDP, ""),
@@ -111,7 +125,7 @@ def train(chapter: str, words: list[str], purpose: str, notes: str) -> None:
         script.set_model_state_dict = lambda *_, **__: None
         if not torch.cuda.is_available():
             pretend_to_be_short_of_memory(script, words)
-    if chapter == FSDP:
+    if chapter in (FSDP, MIXED):
         script.hosts.memory_bytes = lambda: 2**60  # some machines' grows as it is used
     script.main()
 
@@ -364,6 +378,29 @@ class Sets:
             row["wanted"] = runs
             self.rows.append(row)
         self.go_on()
+        self.in_turns()
+
+    def precision(self) -> None:
+        model = weights_in_a_folder(self.shape, self.folder / "model")
+        print(f"{time.monotonic() - self.start:5.0f} s  the model's folder is there", flush=True)
+        common = f"-m {model} --pretrained --tokenizer-name gpt2-tiny --lr 1e-5 --log-freq 1"
+        common += f" {SELECTIVE}" + (" -s 64" if self.tiny else " -s 8192")
+        for label, args, steps, warm_up, runs in PRECISION:
+            if "fp8" in args and not torch.cuda.is_available():
+                continue
+            sequences = 2 if "-b 2x" in args else 1
+            args = args.replace("-b 2x", "")
+            batch = f"-b {sequences} --global-batch-size {sequences * self.gpus}"
+            row = self.configure(
+                label, MIXED, self.gpus, f"{common} {batch} {args}", steps, warm_up
+            )
+            row["wanted"] = runs
+            self.rows.append(row)
+        self.go_on()
+        self.in_turns()
+
+    def in_turns(self) -> None:
+        """Run all rows once, and then those that want more runs again."""
         for turn in range(3):
             wanted = [row for row in self.rows if row["wanted"] > turn >= len(row["runs"])]
             for nodes in (1, 2):  # other places need other processes
@@ -509,7 +546,7 @@ class Cell:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("set", choices=["options", "gpt2", "largest", "checkpoint"])
+    parser.add_argument("set", choices=["options", "precision", "gpt2", "largest", "checkpoint"])
     parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
     parser.add_argument(
         "--folder", default=tempfile.gettempdir() + "/fsdp", help="for models, runs"
