@@ -38,6 +38,8 @@ format: .venv/.test
 
 .venv/.test: .venv/bin/python requirements.txt pyproject.toml
 	$(BIN)/python -m pip install --quiet --constraint requirements.txt --editable '.[test]'
+	@# Apart: where transformers finds it, every start imports it.
+	$(BIN)/python -m pip install --quiet --constraint requirements.txt --no-deps --upgrade --target .venv/torchao torchao
 	@touch $@ .venv/.train
 
 clean:

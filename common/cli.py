@@ -140,6 +140,8 @@ def show_metrics(logger: logging.Logger, bar: tqdm.tqdm, metrics: dict[str, floa
         "loss": "loss {:.4f}",
         "lr": "lr {:.2e}",
         "grad_norm": "grad norm {:.2f}",
+        "loss_scale": "loss scale {:,.0f}",
+        "share_changed": "{:.1%} of the weights changed",
         "tokens_per_s": "{:,.0f} tokens/s",
         "mfu": "MFU {:.1%}",
         "eval_loss": "eval loss {:.4f}",

@@ -12,7 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from conftest import CHAPTERS, ROOT, load_script, read_metrics, run_script
+from conftest import CHAPTERS, ROOT, float32, load_script, read_metrics, run_script
 from runner import Ranks, finish, server_context, start
 from safetensors.torch import load_file
 from torch import nn
@@ -209,7 +209,7 @@ def test_training_goes_on_from_the_folder(chapter, runs, export, tmp_path):
     folder = tmp_path / "model"
     export(runs / "gpt2", folder)
     args = ["-d", runs / "corpus.txt", *SMALL, "--max-steps", 1, "--lr", 0, "--seed", 5]
-    args += ["--save-dir", tmp_path, "-m", folder]
+    args += ["--save-dir", tmp_path, "-m", folder, *float32(chapter)]
     processes = [
         start([*args, "-e", "run", "--pretrained"], chapter=chapter),
         start([*args, "-e", "anew"], chapter=chapter),

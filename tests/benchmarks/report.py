@@ -151,6 +151,8 @@ def chapters() -> list[str]:
         "requeue, nodes that go and come, who waits for whom",
         "04-fsdp": "a model too large for one GPU: weights, gradients, moments sharded with FSDP2, "
         "activations recomputed, checkpoints written while it trains on",
+        "05-mixed-precision": "products in 16 or 8 bits, weights and sums in 32: bfloat16, float16 "
+        "with a loss scale, fp8, and a comparison of all strategies and precisions",
     }
     rows = ["| chapter | what it adds | lines | diff |", "|---|---|---:|---:|"]
     before = None
