@@ -175,7 +175,7 @@ def main() -> None:
     model.tie_weights()  # GPT-2's output layer and embedding were one tensor and are two now
     blocks = models.find_blocks(model)
     if args.precision == "fp8":  # in the blocks only: embedding and output layer stay in bf16
-        convert_to_fp8(blocks)
+        convert_to_fp8(blocks, seq_length)
     if args.activation_checkpointing != "none":
         # The backward pass of a block computes once more what its forward pass did not keep.
         selective = functools.partial(create_selective_checkpoint_contexts, KEPT)

@@ -63,12 +63,14 @@ def _name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"a {device.type}"
 
 
-def convert_to_fp8(blocks: Iterable[nn.Module]) -> int:
+def convert_to_fp8(blocks: Iterable[nn.Module], seq_length: int) -> int:
     """Let the linear layers of the blocks multiply in fp8, in place; return how many they are.
 
     Weights, activations and gradients are scaled to the range of fp8 by their largest value, each
     time anew, and multiplied with sums in float32: torchao's dynamic tensorwise scaling, see
     https://github.com/pytorch/ao/tree/main/torchao/float8. Parameters keep their names and types.
+    seq_length: tokens of a sequence. The gradient of a weight is a sum over tokens, which are
+    padded where that is no multiple of 16.
     Layers with a side that is no multiple of 16 stay as they are. On a CPU fp8 is emulated.
     Raises InputError where no layer is left.
     """
@@ -84,7 +86,10 @@ def convert_to_fp8(blocks: Iterable[nn.Module]) -> int:
             )
             return output + self.bias.to(output.dtype)
 
-    config = Float8LinearConfig(emulate=not torch.cuda.is_available())
+    config = Float8LinearConfig(
+        emulate=not torch.cuda.is_available(),
+        pad_inner_dim=seq_length % FP8_MULTIPLE != 0,
+    )
     converted = 0
     for block in blocks:
         for parent in list(block.modules()):
