@@ -164,11 +164,12 @@ def unknown_flags(page: Path, text: str) -> list[str]:
         scripts = [word for word in words if re.search(r"\.(py|sh)$", word)]
         if not scripts or "pytest" in words or words[0] in ("git", "diff"):
             continue
-        flags = words[words.index(scripts[0]) + 1 :]
-        known = flags_of(scripts[0])
+        # A script that is given another one runs it.
+        flags = words[words.index(scripts[-1]) + 1 :]
+        known = flags_of(scripts[-1])
         for flag in flags:
             if re.match(r"--?[a-z]", flag) and flag.split("=")[0] not in known:
-                complaints.append(f"{scripts[0]} knows no {flag}: {command}")
+                complaints.append(f"{scripts[-1]} knows no {flag}: {command}")
     return complaints
 
 

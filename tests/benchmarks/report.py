@@ -19,6 +19,7 @@ from pathlib import Path
 REPOSITORY = Path(__file__).parents[2]
 RESULTS = "tests/benchmarks/results"
 GIB = 2**30
+DTYPES = ("float32", "float16", "bfloat16")
 TABLES: dict[str, Callable[[], list[str]]] = {}
 
 
@@ -580,6 +581,93 @@ def fsdp_sharded_cpu(two, four) -> list[str]:
             cells.append(f"{each['sent_bytes'] / whole:.2f} x weights")
             rows.append(f"| {name} | {found['world_size']} | {' | '.join(cells)} |")
     return rows
+
+
+# --- chapter 5 ---
+
+
+@table(result("reduction"))
+def reduction(found) -> list[str]:
+    keys = [f"{way}, {dtype}" for way in ("ring", "tree") for dtype in DTYPES]
+    rows = [f"| ranks | gradients | {' | '.join(keys)} |", "|---:|---|" + "---:|" * len(keys)]
+    for row in found["rows"]:
+        if row["ranks"] in (2, 8, 64, 1024):
+            cells = " | ".join(f"{row[key]:.1e}" for key in keys)
+            rows.append(f"| {row['ranks']} | {row['gradients']} | {cells} |")
+    return rows
+
+
+@table(result("compression"))
+def compression(found) -> list[str]:
+    rows = [
+        "| hook | bytes sent per step | error of the averaged gradient | loss at the end |",
+        "|---|---:|---:|---:|",
+    ]
+    for name, hook in found["hooks"].items():
+        cells = f"{hook['bytes']:,} | {hook['error']:.1e} | {hook['loss']:.3f}"
+        rows.append(f"| {name} | {cells} |")
+    return rows
+
+
+def fsdp_precision(found) -> list[str]:
+    rows = [
+        "| precision | tokens/s per GPU | MFU | ms per step | peak, GiB |",
+        "|---|---:|---:|---:|---:|",
+    ]
+    for row in found["rows"]:
+        runs = measured_runs(row)
+        if not runs:
+            continue
+        cells = [
+            number([run["tokens_per_s_per_device"] for run in runs], 0),
+            f"{statistics.median(run['mfu'] for run in runs):.1%}",
+            number([run["time/total"] for run in runs], 0),
+            f"{measured_peak(row):.1f}",
+        ]
+        rows.append(f"| {row['label']} | {' | '.join(cells)} |")
+    return rows
+
+
+if (REPOSITORY / result("fsdp_precision")).exists():
+    table(result("fsdp_precision"))(fsdp_precision)
+
+
+def comparison(found) -> list[str]:
+    """Return a row for each strategy and precision; where measured, with memory."""
+    speed = {row_name(row): row["summary"].get("speed") for row in found["rows"]}
+    memory = any(each and each["peak_mem_gib"] for each in speed.values())
+    alone = (speed.get("single fp32") or {}).get("tokens_per_s")
+    rows = [
+        "| strategy and precision | devices | tokens/s | against one device, fp32 | forward, ms "
+        "| backward, ms | update, ms |"
+        + (" GiB |" if memory else "")
+        + " last loss minus fp32's |",
+        "|---|---:|---:|---:|---:|---:|---:|" + ("---:|" if memory else "") + "---:|",
+    ]
+    for row in found["rows"]:
+        each, name = speed[row_name(row)], row_name(row)
+        if not each:
+            continue
+        differences = row["summary"].get("minus_fp32_on_one_device", [])
+        cells = [
+            str(row["devices"]),
+            spread(each["rounds"], 0),
+            f"x {each['tokens_per_s'] / alone:.2f}" if alone else "",
+            *(f"{each['ms'][phase]:,.1f}" for phase in ("forward", "backward", "update")),
+            *([f"{each['peak_mem_gib']:.1f}"] if memory else []),
+            f"{max(differences, key=abs):+.4f}" if differences else "",
+        ]
+        rows.append(f"| {name} | {' | '.join(cells)} |")
+    return rows
+
+
+def row_name(row: dict) -> str:
+    return f"{row['strategy']} {row['precision']}"
+
+
+@table(result("comparison_cpu"))
+def comparison_cpu(found) -> list[str]:
+    return comparison(found)
 
 
 def main() -> None:
