@@ -80,17 +80,19 @@ MAKE_TRAIN = "01-single-gpu/recorded/make-train.metrics.jsonl"
 LAUNCH = "02-ddp/recorded/launch.metrics.jsonl"
 JOB = "03-multi-node/recorded/job.metrics.jsonl"
 SHARDED = "04-fsdp/recorded/launch.metrics.jsonl"
+MIXED = "05-mixed-precision/recorded/launch.metrics.jsonl"
 MEASURED = ("overhead_cpu", "overhead_gpu", "profile_gpt2", "startup_cpu")
 MEASURED += ("fsdp_options", "predictions")
 EAGER = "full, not compiled"  # the row of fsdp_options that memory.py knows all of
 
 
-@table(MAKE_TRAIN, LAUNCH, JOB, SHARDED, *map(result, MEASURED))
+@table(MAKE_TRAIN, LAUNCH, JOB, SHARDED, MIXED, *map(result, MEASURED))
 def measured(
     make_train,
     launch,
     job,
     sharded,
+    mixed,
     overhead_cpu,
     overhead_gpu,
     profile_gpt2,
@@ -102,9 +104,9 @@ def measured(
         return f"[{name}.json]({result(name)})"
 
     last = f"[make-train.metrics.jsonl]({MAKE_TRAIN})"
-    runs = (make_train, launch, job, sharded)
+    runs = (make_train, launch, job, sharded, mixed)
     alone, *others = [[line["loss"] for line in run if "loss" in line] for run in runs]
-    ranks, nodes, shards = (
+    ranks, nodes, shards, half = (
         max(abs(two / one - 1) for one, two in zip(alone, other, strict=True)) for other in others
     )
     ours = profile_gpt2["transformers, no mask"]["tokens_per_s"]
@@ -122,6 +124,8 @@ def measured(
         f"by Slurm | at most {nodes:.1e} | [job.metrics.jsonl]({JOB}) |",
         f"| the same of chapter 4, sharded over two processes | at most {shards:.1e} | "
         f"[launch.metrics.jsonl]({SHARDED}) |",
+        f"| the same of chapter 5, in bfloat16 | at most {half:.1e} | "
+        f"[launch.metrics.jsonl]({MIXED}) |",
         "| chapter 1's step against a bare loop, two CPU cores | "
         f"x {overhead_cpu['ratio_median']:.3f} | {link('overhead_cpu')} |",
         "| the same on an H200, GPT-2 124M, bfloat16 weights, compiled, 64 x 1024 tokens | "
