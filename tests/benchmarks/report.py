@@ -659,7 +659,7 @@ def comparison(found) -> list[str]:
             f"x {each['tokens_per_s'] / alone:.2f}" if alone else "",
             *(f"{each['ms'][phase]:,.1f}" for phase in ("forward", "backward", "update")),
             *([f"{each['peak_mem_gib']:.1f}"] if memory else []),
-            f"{max(differences, key=abs):+.4f}" if differences else "",
+            f"{round(max(differences, key=abs), 4) + 0:.4f}" if differences else "",  # no -0
         ]
         rows.append(f"| {name} | {' | '.join(cells)} |")
     return rows
