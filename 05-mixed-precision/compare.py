@@ -130,7 +130,10 @@ def main() -> None:
     tokenizer = models.load_tokenizer(args.model_name)
     models.check_sizes(models.load_config(args.model_name), tokenizer, args.seq_length)
     train_data, _ = load_blocks(args, tokenizer, args.seq_length)
-    split_batch(args, max(row["devices"] for row in rows), len(train_data))
+    most = max(row["devices"] for row in rows)
+    split_batch(args, most, len(train_data))
+    if most * args.batch_size > len(train_data):
+        raise InputError(f"The data has {len(train_data)} sequences: lower --batch-size.")
     content = open_results(args)
     rows = [keep_row(content["results"]["rows"], row) for row in rows]
     try:
@@ -161,6 +164,8 @@ def main() -> None:
                     continue
                 if part == "largest":
                     found = find_largest(measure, row, args.batch_size) if n == 0 else None
+                    if found:  # what ended the search is no failure
+                        found["stopped_by"] = row["failed"].pop("largest", None)
                 else:
                     found = measure(row, part, seed)
                 if found:
@@ -171,6 +176,8 @@ def main() -> None:
         print("Interrupted: this is what was measured until then.")
     finally:
         ranks.stop()
+    content["results"]["seconds"] = round(time.monotonic() - begun)  # of the last call
+    write_results(args.output, content)
     print(show(content["results"]["rows"]))
     print(f"wrote {args.output}")
 
@@ -530,6 +537,8 @@ def open_results(args: argparse.Namespace) -> dict:
     machine = runpy.run_path(str(helper))["describe_machine"]()
     settings = {name: getattr(args, name) for name in SETTINGS}
     if not args.append:
+        if args.output.exists():
+            raise InputError(f"{args.output} exists: give another --output, or --append to it.")
         return {"machine": machine, "results": {"settings": settings, "added_by": [], "rows": []}}
     content = read_results(args.output)
     then = {**content["machine"], **content["results"]["settings"]}
@@ -547,7 +556,8 @@ def open_results(args: argparse.Namespace) -> dict:
 def read_results(path: Path) -> dict:
     try:
         content = json.loads(path.read_text())
-        content["machine"]["cpu"], content["results"]["settings"], content["results"]["rows"]
+        settings, _, _ = (content["results"][key] for key in ("settings", "rows", "added_by"))
+        content["machine"]["cpu"], *(settings[name] for name in SETTINGS)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise InputError(f"{path} is no result that this script wrote ({error}).") from error
     return content

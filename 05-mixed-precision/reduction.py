@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 
 from common import launch
+from common.cli import InputError
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 WORLD_SIZES = tuple(2**power for power in range(1, 11))
@@ -98,6 +99,8 @@ def simulate() -> list[dict]:
 def main() -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # gloo, whose order is known
     launch.complete_environment()
+    if SIZE % int(os.environ["WORLD_SIZE"]):
+        raise InputError("Ranks that share the numbers evenly are needed: start a power of two.")
     dist.init_process_group("gloo")
     measured = measure_ranks()
     if dist.get_rank() == 0:

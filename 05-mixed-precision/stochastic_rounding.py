@@ -89,6 +89,10 @@ def main() -> None:
     if len(sys.argv) > 1:
         if not Path(sys.argv[1]).is_file():
             raise InputError(f"There is no script {sys.argv[1]}: give the path of one, or nothing.")
+        if "bfloat16" not in sys.argv:
+            raise InputError("Only weights in bfloat16 are rounded: give --param-dtype bfloat16.")
+        if "--hsdp" in sys.argv or ("RANK" in os.environ and Path(sys.argv[1]).parent.name < "04"):
+            raise InputError("Ranks would round their copies of a weight apart: shard over all.")
         # With this the script says how it can go on; it adds what comes after these words.
         os.environ.setdefault("LAUNCH_COMMAND", shlex.join(["python", *sys.argv[:4]]))
         torch.optim.AdamW = AdamW

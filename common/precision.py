@@ -67,8 +67,9 @@ def convert_to_fp8(blocks: Iterable[nn.Module], seq_length: int) -> int:
     """Let the linear layers of the blocks multiply in fp8, in place; return how many they are.
 
     Weights, activations and gradients are scaled to the range of fp8 by their largest value, each
-    time anew, and multiplied with sums in float32: torchao's dynamic tensorwise scaling, see
-    https://github.com/pytorch/ao/tree/main/torchao/float8. Parameters keep their names and types.
+    time anew, and multiplied, with sums in float32 or, in the forward pass, in fewer bits: the
+    defaults of torchao, https://github.com/pytorch/ao/tree/main/torchao/float8. Parameters keep
+    their names and types.
     seq_length: tokens of a sequence. The gradient of a weight is a sum over tokens, which are
     padded where that is no multiple of 16.
     Layers with a side that is no multiple of 16 stay as they are. On a CPU fp8 is emulated.

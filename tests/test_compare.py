@@ -202,7 +202,7 @@ def test_rows_are_added_to_a_result(comparisons, capsys):
     few = ("--steps", 10, "--speed-steps", 10, "--output", file)
     comparisons.run(*few, "--only", "single:fp32", "--seconds", 0)
     assert "single" not in capsys.readouterr().out, "something began after its time"
-    comparisons.run(*few, "--only", "single:fp32", "--seeds", 0, 1)
+    comparisons.run(*few, "--only", "single:fp32", "--seeds", 0, 1, "--append")
     comparisons.run(*few, "--only", "single:*", "--seeds", 1, "--append")
     content = json.loads(file.read_text())
     rows = {row["precision"]: row for row in content["results"]["rows"]}
@@ -216,7 +216,7 @@ def test_rows_are_added_to_a_result(comparisons, capsys):
     difference = ends["bf16"][0] - ends["fp32"][1]
     assert rows["bf16"]["summary"]["minus_fp32_on_one_device"] == pytest.approx([difference])
     assert 0 < abs(difference) < 0.1
-    assert len(content["results"]["added_by"]) == 1
+    assert len(content["results"]["added_by"]) == 2 and content["results"]["seconds"] > 0
 
 
 @pytest.mark.parametrize("room", [1, 7, 8, 9, 23, 64, 100, 0])
@@ -333,6 +333,11 @@ def refuse(tmp_path, monkeypatch, capsys):
         (("-s", 4096), "The model has 128 positions: --seq-length 4096 is more than that."),
         (("-d", "./none.txt"), "There is no data set at './none.txt'"),
         (("--output", "/dev/null/x.json"), "Cannot write to /dev/null/x.json"),
+        (
+            ("--output", "result.json"),
+            "result.json exists: give another --output, or --append to it.",
+        ),
+        (("-b", 10**6), "sequences: lower --batch-size."),
         (("--append",), "new.json is no result that this script wrote"),
         (("--append", "--output", "result.json", "-b", 7), "was measured with batch_size 4, not 7"),
         (("--draw", "none.json"), "none.json is no result that this script wrote"),
