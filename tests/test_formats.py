@@ -124,6 +124,14 @@ def test_figures_are_those_that_the_script_draws(tmp_path, say):
         ),
         (("loss_scaling", "gone.py"), "There is no script gone.py: give the path of one"),
         (("stochastic_rounding", "gone.py"), "There is no script gone.py: give the path of one"),
+        (
+            ("stochastic_rounding", CHAPTER / "train_llm.py", "--precision", "fp16"),
+            "Only weights in bfloat16 are rounded: give --param-dtype bfloat16.",
+        ),
+        (
+            ("stochastic_rounding", CHAPTER / "train_llm.py", "bfloat16", "--hsdp"),
+            "Ranks would round their copies of a weight apart: shard over all.",
+        ),
         (("compression", "--steps", 5), "'5' is not a whole number from 12"),
     ],
 )
