@@ -11,18 +11,13 @@ import collections
 import functools
 import inspect
 import math
-import os
-import runpy
-import shlex
 import sys
-from pathlib import Path
 
 import torch
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
-from common import launch, models
-from common.cli import InputError
+from common import cli, launch, models
 
 # GradScaler itself begins at 2^16 and doubles after 2000 steps in a row.
 TOO_HIGH = {"init_scale": 2.0**30, "growth_interval": 4}
@@ -95,15 +90,13 @@ def lost(steps: int, scales: tuple[float, ...], accumulation: int) -> dict[str, 
     return shares
 
 
+def begin_too_high() -> None:
+    torch.amp.GradScaler = functools.partial(torch.amp.GradScaler, **TOO_HIGH)
+
+
 def main() -> None:
     if len(sys.argv) > 1:
-        if not Path(sys.argv[1]).is_file():
-            raise InputError(f"There is no script {sys.argv[1]}: give the path of one, or nothing.")
-        # With this the script says how it can go on; it adds what comes after these words.
-        os.environ.setdefault("LAUNCH_COMMAND", shlex.join(["python", *sys.argv[:4]]))
-        torch.amp.GradScaler = functools.partial(torch.amp.GradScaler, **TOO_HIGH)
-        del sys.argv[0]
-        runpy.run_path(sys.argv[0], run_name="__main__")
+        cli.run_given_script(begin_too_high)
         return
     print("step    loss      scale   largest gradient   the step is")
     for step, row in enumerate(by_hand(24, **TOO_HIGH)[0], start=1):

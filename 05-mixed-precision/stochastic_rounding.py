@@ -9,8 +9,6 @@ python 05-mixed-precision/stochastic_rounding.py 05-mixed-precision/train_llm.py
 """
 
 import os
-import runpy
-import shlex
 import sys
 from pathlib import Path
 
@@ -18,7 +16,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
-from common import launch
+from common import cli, launch
 from common.cli import InputError
 
 LR = 3e-5
@@ -85,19 +83,17 @@ def walk(optimizer_class: type, dtype: torch.dtype, beta2: float, steps: int) ->
     return [t.double().mean().item() for t in (parameter, optimizer.state[parameter]["exp_avg_sq"])]
 
 
+def round_at_random() -> None:
+    if "bfloat16" not in sys.argv:
+        raise InputError("Only weights in bfloat16 are rounded: give --param-dtype bfloat16.")
+    if "--hsdp" in sys.argv or ("RANK" in os.environ and Path(sys.argv[1]).parent.name < "04"):
+        raise InputError("Ranks would round their copies of a weight apart: shard over all.")
+    torch.optim.AdamW = AdamW
+
+
 def main() -> None:
     if len(sys.argv) > 1:
-        if not Path(sys.argv[1]).is_file():
-            raise InputError(f"There is no script {sys.argv[1]}: give the path of one, or nothing.")
-        if "bfloat16" not in sys.argv:
-            raise InputError("Only weights in bfloat16 are rounded: give --param-dtype bfloat16.")
-        if "--hsdp" in sys.argv or ("RANK" in os.environ and Path(sys.argv[1]).parent.name < "04"):
-            raise InputError("Ranks would round their copies of a weight apart: shard over all.")
-        # With this the script says how it can go on; it adds what comes after these words.
-        os.environ.setdefault("LAUNCH_COMMAND", shlex.join(["python", *sys.argv[:4]]))
-        torch.optim.AdamW = AdamW
-        del sys.argv[0]
-        runpy.run_path(sys.argv[0], run_name="__main__")
+        cli.run_given_script(round_at_random)
         return
     torch.manual_seed(0)
     kinds = {

@@ -5,10 +5,12 @@ import logging
 import os
 import platform
 import re
+import runpy
 import shlex
 import sys
 import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import IO, NoReturn
 
 import torch
@@ -104,6 +106,20 @@ def above_zero(text: str) -> float:
     if not value > 0:
         raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
     return value
+
+
+def run_given_script(prepare: Callable[[], None]) -> None:
+    """Run the script whose path is the first argument, with the others, after calling `prepare`.
+
+    Raises InputError where there is no such script, and whatever `prepare` does.
+    """
+    if not Path(sys.argv[1]).is_file():
+        raise InputError(f"There is no script {sys.argv[1]}: give the path of one, or nothing.")
+    prepare()
+    # With this the script says how it can go on; it adds what comes after these words.
+    os.environ.setdefault("LAUNCH_COMMAND", shlex.join(["python", *sys.argv[:4]]))
+    del sys.argv[0]
+    runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 class ProgressHandler(logging.Handler):

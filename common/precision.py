@@ -32,7 +32,8 @@ def check_precision(args: argparse.Namespace, device: torch.device) -> str:
     if precision in ("bf16", "fp16"):
         dtype = torch.bfloat16 if precision == "bf16" else torch.float16
         try:
-            torch.ones(8, 8, dtype=dtype, device=device) @ torch.ones(8, 8, dtype=dtype).to(device)
+            ones = torch.ones(8, 8, dtype=dtype, device=device)
+            ones @ ones
         except RuntimeError as error:
             raise InputError(
                 f"This device ({_name(device)}) cannot multiply in {precision}: give another "
@@ -95,16 +96,16 @@ def convert_to_fp8(blocks: Iterable[nn.Module], seq_length: int) -> int:
     for block in blocks:
         for parent in list(block.modules()):
             for name, layer in list(parent.named_children()):
-                if isinstance(layer, nn.Linear):
-                    new = Float8Linear.from_float(layer, config)
-                elif isinstance(layer, Conv1D):
-                    with torch.device("meta"):
-                        new = Float8Conv1D(*layer.weight.shape, bias=False, config=config)
-                    new.weight, new.bias = layer.weight, layer.bias
-                else:
+                if not isinstance(layer, nn.Linear | Conv1D):
                     continue
                 if any(side % FP8_MULTIPLE for side in layer.weight.shape):
                     continue
+                if isinstance(layer, nn.Linear):
+                    new = Float8Linear.from_float(layer, config)
+                else:
+                    with torch.device("meta"):
+                        new = Float8Conv1D(*layer.weight.shape, bias=False, config=config)
+                    new.weight, new.bias = layer.weight, layer.bias
                 setattr(parent, name, new)
                 converted += 1
     if not converted:

@@ -11,6 +11,7 @@ os.environ["WANDB_MODE"] = "disabled"
 os.environ["OMP_NUM_THREADS"] = "1"
 
 import json  # noqa: E402
+import random  # noqa: E402
 import signal  # noqa: E402
 import socket  # noqa: E402
 import subprocess  # noqa: E402
@@ -56,6 +57,12 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return probe.getsockname()[1]
+
+
+def random_texts(count: int) -> list[str]:
+    """Return documents of a few letters, the same ones each time."""
+    letters = random.Random(0)
+    return ["".join(letters.choice("abcdefgh \n") for _ in range(600)) for _ in range(count)]
 
 
 def read_metrics(run_dir: Path) -> list[dict]:

@@ -7,7 +7,6 @@ import contextlib
 import dataclasses
 import functools
 import json
-import random
 import re
 import shutil
 import signal
@@ -18,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 import xxhash
-from conftest import CHAPTERS, ROOT, read_metrics, run_script
+from conftest import CHAPTERS, ROOT, random_texts, read_metrics, run_script
 from runner import Series, finish, start
 from test_chapter_diffs import ROT as RULES
 from test_resume import EXACT
@@ -314,9 +313,7 @@ class Runs:
         config = json.loads((ROOT / "common/presets/gpt2-tiny/config.json").read_text())
         (folder / "model").mkdir()
         (folder / "model/config.json").write_text(json.dumps(config | {"n_embd": 32}))
-        words = random.Random(0)
-        texts = ["".join(words.choice("abcdefgh \n") for _ in range(600)) for _ in range(12)]
-        (folder / "corpus.json").write_text(json.dumps(texts))
+        (folder / "corpus.json").write_text(json.dumps(random_texts(12)))
 
     def flags(self, name: str) -> list[object]:
         return [

@@ -6,10 +6,8 @@ torchao is not in the environment but in a folder beside it; only processes of t
 import argparse
 import contextlib
 import functools
-import importlib.util
 import json
 import os
-import random
 import shutil
 import sys
 import warnings
@@ -18,7 +16,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, read_metrics
+from conftest import ROOT, random_texts, read_metrics
 from runner import Series, ask_ranks
 from test_resume import assert_same_tensors
 from test_resume_ranks import go_back_to, tensors
@@ -41,10 +39,9 @@ BAND = 0.02
 E4M3, E5M2 = torch.float8_e4m3fn, torch.float8_e5m2
 
 
-def see_torchao() -> bool:
-    """Put torchao on the path of this process; return whether it is there."""
+def see_torchao() -> None:
+    """Put torchao on the path of this process."""
     sys.path.insert(0, str(TORCHAO))
-    return importlib.util.find_spec("torchao") is not None
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -205,9 +202,7 @@ class Trained:
 
     def __init__(self, folder: Path, model: str) -> None:
         self.folder, self.model = folder, model
-        words = random.Random(0)
-        texts = ["".join(words.choice("abcdefgh \n") for _ in range(600)) for _ in range(28)]
-        (folder / "corpus.json").write_text(json.dumps(texts))
+        (folder / "corpus.json").write_text(json.dumps(random_texts(28)))
         runs = {
             "bf16": self.options("bf16"),
             "fp8": self.options("fp8", *FP8),

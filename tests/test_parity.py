@@ -4,7 +4,6 @@ import contextlib
 import dataclasses
 import functools
 import json
-import random
 import re
 import subprocess
 from collections.abc import Callable, Iterator
@@ -14,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import CHAPTERS, ROOT, float32, free_port, read_metrics
+from conftest import CHAPTERS, ROOT, float32, free_port, random_texts, read_metrics
 from runner import Series, finish, start
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn import parallel
@@ -58,10 +57,8 @@ class Ladder:
         self.selected = selected
         self.in_shell = in_shell
         self.done: dict[Run, Series] = {}
-        words = random.Random(0)
-        texts = ["".join(words.choice("abcdefgh \n") for _ in range(600)) for _ in range(28)]
         # 12 steps an epoch, so that 20 steps are in two of them.
-        (folder / "corpus.json").write_text(json.dumps(texts))
+        (folder / "corpus.json").write_text(json.dumps(random_texts(28)))
 
     def flags(self, name: str, *args: object) -> list[object]:
         return [

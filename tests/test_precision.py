@@ -28,7 +28,14 @@ from runner import Ranks, Series, finish
 from test_hsdp import TWO_BY_TWO, run_on_nodes
 from test_parity import Ladder, Run, plant, selected_runs
 from test_resume import assert_same_tensors
-from test_resume_ranks import assert_exact, go_back_to, newest_step, speak_at_once, tensors
+from test_resume_ranks import (
+    assert_exact,
+    go_back_to,
+    newest_step,
+    save_what_is_loaded,
+    speak_at_once,
+    tensors,
+)
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group as fsdp
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.optim.optimizer import (
@@ -714,14 +721,8 @@ def test_planted_loss_of_the_scaler_is_noticed(resumes, bug):
 @contextlib.contextmanager
 def save_loaded(path: str) -> Iterator[None]:
     """Save what a checkpoint has brought, at once and as that of a run beside this one."""
-    folder = Path(f"{path.rpartition('-')[0]}-loaded")
     load = checkpoint.load_checkpoint
-
-    def load_and_save(saved: Path, *run: object) -> None:
-        load(saved, *run)
-        checkpoint.save_checkpoint(folder, *run, training={}, keep=1)
-
-    checkpoint.load_checkpoint = load_and_save
+    save_what_is_loaded(Path(f"{path.rpartition('-')[0]}-loaded"))
     yield
     checkpoint.load_checkpoint = load
 

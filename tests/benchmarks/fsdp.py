@@ -361,9 +361,14 @@ class Sets:
             print(f"{time.monotonic() - self.start:5.0f} s  {row['label']}: {seen}", flush=True)
         self.write()
 
-    def options(self) -> None:
+    def saved_model(self) -> Path:
+        """Return a folder with weights of the shape, which all ranks read."""
         model = weights_in_a_folder(self.shape, self.folder / "model")
         print(f"{time.monotonic() - self.start:5.0f} s  the model's folder is there", flush=True)
+        return model
+
+    def options(self) -> None:
+        model = self.saved_model()
         common = f"-m {model} --pretrained --tokenizer-name gpt2-tiny -b 1 --lr 1e-5 --log-freq 1"
         common += " -s 64" if self.tiny else " -s 8192"
         for label, args, runs in OPTIONS:
@@ -381,8 +386,7 @@ class Sets:
         self.in_turns()
 
     def precision(self) -> None:
-        model = weights_in_a_folder(self.shape, self.folder / "model")
-        print(f"{time.monotonic() - self.start:5.0f} s  the model's folder is there", flush=True)
+        model = self.saved_model()
         common = f"-m {model} --pretrained --tokenizer-name gpt2-tiny --lr 1e-5 --log-freq 1"
         common += f" {SELECTIVE}" + (" -s 64" if self.tiny else " -s 8192")
         for label, args, steps, warm_up, runs in PRECISION:
@@ -489,8 +493,7 @@ class Sets:
         return predicted
 
     def checkpoint(self) -> None:
-        model = weights_in_a_folder(self.shape, self.folder / "model")
-        print(f"{time.monotonic() - self.start:5.0f} s  the model's folder is there", flush=True)
+        model = self.saved_model()
         args = f"-m {model} --pretrained --tokenizer-name gpt2-tiny -b 1 --lr 1e-5 --log-freq 1"
         args += f" --global-batch-size {self.gpus} {FULL} --keep-checkpoints 1 --ckpt-freq 10"
         args += f" -s {self.seq_length}"

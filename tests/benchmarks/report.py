@@ -638,9 +638,11 @@ if (REPOSITORY / result("fsdp_precision")).exists():
 
 def comparison(found) -> list[str]:
     """Return a row for each strategy and precision; where measured, with memory."""
-    speed = {row_name(row): row["summary"].get("speed") for row in found["rows"]}
-    memory = any(each and each["peak_mem_gib"] for each in speed.values())
-    alone = (speed.get("single fp32") or {}).get("tokens_per_s")
+    speeds = [
+        (row, row["summary"]["speed"]) for row in found["rows"] if row["summary"].get("speed")
+    ]
+    memory = any(each["peak_mem_gib"] for _, each in speeds)
+    first = [each for row, each in speeds if row_name(row) == "single fp32"]
     rows = [
         "| strategy and precision | devices | tokens/s | against one device, fp32 | forward, ms "
         "| backward, ms | update, ms |"
@@ -648,20 +650,17 @@ def comparison(found) -> list[str]:
         + " last loss minus fp32's |",
         "|---|---:|---:|---:|---:|---:|---:|" + ("---:|" if memory else "") + "---:|",
     ]
-    for row in found["rows"]:
-        each, name = speed[row_name(row)], row_name(row)
-        if not each:
-            continue
+    for row, each in speeds:
         differences = row["summary"].get("minus_fp32_on_one_device", [])
         cells = [
             str(row["devices"]),
             spread(each["rounds"], 0),
-            f"x {each['tokens_per_s'] / alone:.2f}" if alone else "",
+            f"x {each['tokens_per_s'] / first[0]['tokens_per_s']:.2f}" if first else "",
             *(f"{each['ms'][phase]:,.1f}" for phase in ("forward", "backward", "update")),
             *([f"{each['peak_mem_gib']:.1f}"] if memory else []),
             f"{round(max(differences, key=abs), 4) + 0:.4f}" if differences else "",  # no -0
         ]
-        rows.append(f"| {name} | {' | '.join(cells)} |")
+        rows.append(f"| {row_name(row)} | {' | '.join(cells)} |")
     return rows
 
 
