@@ -170,7 +170,9 @@ def main() -> None:
     # Every rank holds a part of the model, or, with two dimensions, the ranks of a node all of it.
     shape = hosts.nodes_and_ranks() if args.hsdp else (world_size,)
     names = ("replicate", "shard")[-len(shape) :]
-    mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
+    # With two, each has groups of its own, and they too are to take tensors of the host.
+    backends = dict.fromkeys(names, dist.get_backend_config()) if args.hsdp else None
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=names, backend_override=backends)
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda")
     sharding = {"mesh": mesh, "offload_policy": offload if args.cpu_offload else OffloadPolicy()}
     # Gathered from all ranks when it is due, one block at a time, and the rest with the root. Every

@@ -126,7 +126,8 @@ def main() -> None:
         raise InputError("--parts largest needs a GPU: the memory of a host is not one run's.")
     # Tokenized here once: the ranks read it from the cache. And what cannot work is refused here.
     args.dataset_subset, args.text_column, args.num_workers = None, None, 0
-    args.threads = max(1, (os.cpu_count() or 1) // (gpus or devices))
+    # The same on machines of eight GPUs and of fewer: beside a GPU, threads have little to do.
+    args.threads = max(1, (os.cpu_count() or 1) // (max(8, gpus) if gpus else devices))
     tokenizer = models.load_tokenizer(args.model_name)
     models.check_sizes(models.load_config(args.model_name), tokenizer, args.seq_length)
     train_data, _ = load_blocks(args, tokenizer, args.seq_length)

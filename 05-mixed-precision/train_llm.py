@@ -185,7 +185,9 @@ def main() -> None:
     # Every rank holds a part of the model, or, with two dimensions, the ranks of a node all of it.
     shape = hosts.nodes_and_ranks() if args.hsdp else (world_size,)
     names = ("replicate", "shard")[-len(shape) :]
-    mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)
+    # With two, each has groups of its own, and they too are to take tensors of the host.
+    backends = dict.fromkeys(names, dist.get_backend_config()) if args.hsdp else None
+    mesh = init_device_mesh(device.type, shape, mesh_dim_names=names, backend_override=backends)
     offload = CPUOffloadPolicy(pin_memory=device.type == "cuda")
     sharding = {"mesh": mesh, "offload_policy": offload if args.cpu_offload else OffloadPolicy()}
     # Gathered in 16 bits, and so are the activations. The shards that AdamW changes and the sums
@@ -280,6 +282,7 @@ def main() -> None:
     # float16 ends at 65504 and loses what is below 6e-8: gradients are computed this much larger.
     # Where one overflows on any rank, all skip the step and go on with half of the scale.
     scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
+    scaler.scale(torch.zeros((), device=home))  # its scale is where gradients are: no late copies
 
     # --- resume ---
     run_dir = make_run_dir(args.save_dir, launch.experiment_name(args), rank)

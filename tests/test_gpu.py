@@ -255,48 +255,6 @@ def has_fp8() -> bool:
     return ours and importlib.util.find_spec("torchao") is not None
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("model", ["gpt2-tiny", "llama-tiny"])
-def test_tf32_is_chapter_4_on_gpus(tmp_path, model):
-    """On as many GPUs as there are, up to 4; bit by bit, as the kernels and the order are the same.
-
-    The planted opposite is fp32, which differs in the first digits that TF32 does not have.
-    """
-    world_size = min(4, torch.cuda.device_count())
-    runs = {}
-    for name, words in (
-        ("chapter 4", ["04-fsdp/train_llm.py"]),
-        ("tf32", ["05-mixed-precision/train_llm.py", "--precision", "tf32"]),
-        ("fp32", ["05-mixed-precision/train_llm.py", "--precision", "fp32"]),
-    ):
-        runs[name] = losses_of(tmp_path, name, *TORCHRUN, world_size, *words, "-m", model)
-    for key in ("loss", "eval_loss", "grad_norm"):
-        found = {name: [line[key] for line in run if key in line] for name, run in runs.items()}
-        assert found["tf32"] == pytest.approx(found["chapter 4"], rel=1e-6), key
-        assert found["fp32"] != pytest.approx(found["chapter 4"], rel=1e-6), key
-        assert found["fp32"] == pytest.approx(found["chapter 4"], rel=5e-2), key
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("args", [(), ("--compile",)], ids=["", "compiled"])
-@pytest.mark.parametrize("precision", ["bf16", "fp16", "fp8"])
-@pytest.mark.parametrize("model", ["gpt2-tiny", "llama-tiny"])
-def test_few_bits_stay_near_fp32_on_gpus(tmp_path, model, precision, args):
-    if precision == "fp8" and not has_fp8():
-        pytest.skip("needs a GPU with fp8, and torchao")
-    world_size = min(4, torch.cuda.device_count())
-    command = [*TORCHRUN, world_size, "05-mixed-precision/train_llm.py", "-m", model]
-    expected, found = (
-        losses_of(tmp_path, name, *command, "--precision", name, *more)
-        for name, more in (("fp32", ()), (precision, args))
-    )
-    for key, rel in (("loss", 2e-2), ("eval_loss", 2e-2)):
-        right = [line[key] for line in expected if key in line]
-        near = [line[key] for line in found if key in line]
-        assert near == pytest.approx(right, rel=rel), key
-        assert near != pytest.approx(right, rel=1e-6), "computed in float32"
-
-
 @pytest.mark.multi_gpu
 @pytest.mark.parametrize("args", [(), ("--cpu-offload",)], ids=["", "offload"])
 def test_an_overflow_on_one_gpu_makes_all_skip(tmp_path, args):
@@ -314,23 +272,35 @@ def test_an_overflow_on_one_gpu_makes_all_skip(tmp_path, args):
 
 
 MODELS = ("gpt2-tiny", "llama-tiny")
+RANKS = max(2, min(4, torch.cuda.device_count()))
 ALONE_RUNS = {model: Run("01-single-gpu", 1, ("-m", model, "-b", 24)) for model in MODELS}
 
 
 def sharded_runs() -> list[object]:
     """Return chapter 4's runs with no option and with each, for a start of as few as 2 ranks."""
-    world_size = max(2, min(4, torch.cuda.device_count()))
     options = {"plain": (), **{name: OPTIONS[name] for name in OPTIONS if name != "zero1"}}
     return [
-        pytest.param(model, Run("04-fsdp", world_size, ("-m", model, *args)), id=f"{model}-{name}")
+        pytest.param(model, Run("04-fsdp", RANKS, ("-m", model, *args)), id=f"{model}-{name}")
         for model, (name, args) in product(MODELS, options.items())
     ]
 
 
+def run_in(precision: str, model: str, *args: str) -> Run:
+    return Run("05-mixed-precision", RANKS, ("-m", model, "--precision", precision, *args))
+
+
+# At the default rate two runs part that differ in the last digit only.
+SLOWLY = ("--lr", "1e-3")
+FLOAT32_RUNS = {model: run_in("fp32", model, *SLOWLY) for model in MODELS}
+
+
 @pytest.fixture(scope="module")
 def ladder(request, tmp_path_factory) -> Ladder:
-    runs = [*selected_runs(request), *ALONE_RUNS.values()]
-    return Ladder(tmp_path_factory.mktemp("ladder"), runs, in_shell=True)
+    runs = [run for run in selected_runs(request) if "fp8" not in run.args or has_fp8()]
+    if any(run.chapter == "05-mixed-precision" for run in runs):
+        runs += FLOAT32_RUNS.values()
+    folder = tmp_path_factory.mktemp("ladder")
+    return Ladder(folder, [*runs, *ALONE_RUNS.values()], in_shell=True)
 
 
 def assert_same_on_gpus(ladder: Ladder, model: str, name: str) -> None:
@@ -348,6 +318,48 @@ def assert_same_on_gpus(ladder: Ladder, model: str, name: str) -> None:
 def test_same_training_sharded_over_gpus(ladder, model, run):
     """The first of these does the runs of all, in one start."""
     assert_same_on_gpus(ladder, model, ladder.run(run))
+
+
+def values(ladder: Ladder, name: str, key: str) -> list[float]:
+    return [line[key] for line in ladder.metrics(name) if key in line]
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize(
+    ("model", "run"), [(model, run_in("tf32", model)) for model in MODELS], ids=MODELS
+)
+def test_tf32_is_chapter_4_on_gpus(ladder, model, run):
+    """Up to the order in which GPUs add; fp32 is further away: TF32 has 3 digits."""
+    chapter_4 = ladder.run(Run("04-fsdp", RANKS, ("-m", model)))
+    tf32 = ladder.run(run)
+    fp32 = ladder.run(run_in("fp32", model))
+    for key, rel in (("loss", 1e-5), ("eval_loss", 1e-5), ("grad_norm", 1e-3)):
+        expected = values(ladder, chapter_4, key)
+        assert values(ladder, tf32, key) == pytest.approx(expected, rel=rel), key
+        if key != "grad_norm":
+            assert values(ladder, fp32, key) != pytest.approx(expected, rel=rel), key
+
+
+def few_bits() -> list[object]:
+    return [
+        pytest.param(model, run_in(precision, model, *SLOWLY, *args), id="-".join(words))
+        for model in MODELS
+        for precision in ("bf16", "fp16", "fp8")
+        for args in ((), ("--compile",))
+        for words in [(model, precision, *args)]
+    ]
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize(("model", "run"), few_bits())
+def test_few_bits_stay_near_fp32_on_gpus(ladder, model, run):
+    if "fp8" in run.args and not has_fp8():
+        pytest.skip("needs a GPU with fp8, and torchao")
+    fp32, found = ladder.run(FLOAT32_RUNS[model]), ladder.run(run)
+    for key in ("loss", "eval_loss"):
+        expected = values(ladder, fp32, key)
+        assert values(ladder, found, key) == pytest.approx(expected, rel=1e-2), key
+        assert values(ladder, found, key) != pytest.approx(expected, rel=1e-6), "in float32"
 
 
 @pytest.fixture(scope="module")

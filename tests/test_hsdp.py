@@ -140,7 +140,7 @@ def test_same_training_in_two_dimensions(ladder, nodes, args):
         assert_sharded_within_nodes(ladder.folder / name)
 
 
-MESH = "    mesh = init_device_mesh(device.type, shape, mesh_dim_names=names)\n"
+MESH = "mesh_dim_names=names, backend_override=backends)\n"
 SYNC = "model.set_requires_gradient_sync(last_backward or args.reduce_every_backward)"
 # By name: what must be red, and what is replaced in the script.
 BUGS = {
@@ -148,7 +148,10 @@ BUGS = {
         "the parts are not where",
         (MESH, f"{MESH}    mesh = type(mesh)('cpu', mesh.mesh.T, mesh_dim_names=names)\n"),
     ),
-    "one dimension": ("is in 4 parts", (" if args.hsdp else ", " if False else ")),
+    "one dimension": (
+        "is in 4 parts",
+        ("nodes_and_ranks() if args.hsdp", "nodes_and_ranks() if False"),
+    ),
     "never averaged over nodes": (
         "the loss differ",
         ('sharding = {"mesh": mesh,', 'sharding = {"mesh": mesh["shard"],'),

@@ -39,6 +39,7 @@ from runner import load_script, place_of  # noqa: E402
 DDP, FSDP, MIXED = "03-multi-node", "04-fsdp", "05-mixed-precision"
 OUT_OF_MEMORY = 3
 USABLE = 0.96  # of the memory of a GPU: CUDA and NCCL hold some, and no allocator fills it
+USABLE_HOST = 0.85  # the system ends what asks for more than there is, and not always that process
 SHAPE = REPOSITORY / "common/presets/llama-3.1-8b/config.json"
 TINY = REPOSITORY / "common/presets/llama-tiny/config.json"
 NEVER = str(10**9)
@@ -67,21 +68,23 @@ OPTIONS = [
 ]
 # Each: label, arguments, steps, those left out, number of runs. All of them recompute selectively.
 PRECISION = [
-    ("fp32", "--precision fp32", 4, 1, 1),
-    ("tf32", "--precision tf32", 6, 2, 3),
-    ("bf16", "--precision bf16", 10, 4, 3),
     ("bf16, compiled", "--precision bf16 --compile", 10, 4, 3),
     ("fp8, compiled", "--precision fp8 --compile", 10, 4, 3),
-    ("fp16, compiled", "--precision fp16 --compile", 10, 4, 1),
-    ("tf32, compiled", "--precision tf32 --compile", 6, 2, 1),
-    ("bf16, compiled, bf16 sums", "--precision bf16 --compile --reduce-dtype bfloat16", 10, 4, 1),
     ("bf16, compiled, 2 sequences", "--precision bf16 --compile -b 2x", 10, 4, 3),
     ("fp8, compiled, 2 sequences", "--precision fp8 --compile -b 2x", 10, 4, 3),
+    ("bf16", "--precision bf16", 8, 3, 3),
+    ("tf32", "--precision tf32", 5, 2, 3),
+    ("fp32", "--precision fp32", 3, 1, 1),
+    ("fp16, compiled", "--precision fp16 --compile", 10, 4, 1),
+    ("tf32, compiled", "--precision tf32 --compile", 5, 2, 1),
+    ("bf16, compiled, bf16 sums", "--precision bf16 --compile --reduce-dtype bfloat16", 10, 4, 1),
 ]
+OFFLOAD = f"{FULL} --cpu-offload"
 STRATEGIES = {
-    "DDP": (DDP, ""),
     "FSDP": (FSDP, ""),
     "FSDP, full checkpointing": (FSDP, FULL),
+    "DDP": (DDP, ""),
+    "FSDP, full, offload": (FSDP, OFFLOAD),
 }
 
 
@@ -121,7 +124,8 @@ def train(chapter: str, words: list[str], purpose: str, notes: str) -> None:
     else:
         script.save_checkpoint = lambda *_: None
     if purpose == "memory":  # the values do not matter then, and drawing takes minutes
-        script.AutoModelForCausalLM = Empty
+        here = "cuda" if torch.cuda.is_available() else "cpu"
+        script.AutoModelForCausalLM = Empty(None if chapter in (FSDP, MIXED) else here)
         script.set_model_state_dict = lambda *_, **__: None
         if not torch.cuda.is_available():
             pretend_to_be_short_of_memory(script, words)
@@ -138,14 +142,18 @@ def pretend_to_be_short_of_memory(script, words: list[str]) -> None:
 
 
 class Empty:
-    """Makes models without drawing their weights."""
+    """Makes models that nobody has filled: on the meta device or, if one is given, on that one."""
 
-    @staticmethod
-    def from_config(*args: object, **options: object) -> torch.nn.Module:
+    def __init__(self, device: str | None) -> None:
+        self.device = device
+
+    def from_config(self, *args: object, **options: object) -> torch.nn.Module:
         from transformers import AutoModelForCausalLM, PreTrainedModel
 
         PreTrainedModel.init_weights = lambda model: model.tie_weights()
-        return AutoModelForCausalLM.from_config(*args, **options)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(*args, **options)
+        return model.to_empty(device=self.device) if self.device else model
 
 
 def note_saves(script, path: str) -> None:
@@ -376,7 +384,7 @@ class Sets:
             if "2x" in args:
                 batch = f"--global-batch-size {2 * self.gpus}"
                 args = args.replace("--global-batch-size 2x", "")
-            steps, warm_up = (3, 1) if "2 micro" in label or "offload" in label else (5, 2)
+            steps, warm_up = (3, 1) if "2 micro" in label or "offload" in label else (4, 2)
             nodes = 2 if "--hsdp" in args else 1
             words = f"{common} {batch} {args}"
             row = self.configure(label, FSDP, self.gpus, words, steps, warm_up, nodes=nodes)
@@ -448,24 +456,44 @@ class Sets:
                     self.once(row)
 
     def largest(self) -> None:
-        """Strategy by strategy: on 8 GPUs, then on 4, 2 and 1 side by side."""
+        """Search for all, as many side by side as there are GPUs for.
+
+        With offload on all GPUs only, and once: it is the host that ends it, and it is one host.
+        """
         predicted = self.predict_largest()
-        for strategy in STRATEGIES:
-            for group in ([8], [4, 2, 1]):
-                fitting = [n for n in group if n <= self.gpus]
-                cells = [Cell(strategy, n, predicted[strategy, n], self) for n in fitting]
-                self.rows += [cell.row for cell in cells]
-                while searched := [cell for cell in cells if cell.blocks and self.time_left() > 30]:
-                    for cell in searched:
-                        cell.prepare()
-                    found = run([[cell.row] for cell in searched], self.folder / "runs", 100)
-                    for cell, (each,) in zip(searched, found, strict=True):
-                        cell.learn(each)
-                        seconds = time.monotonic() - self.start
-                        print(
-                            f"{seconds:5.0f} s  {cell.label}: {cell.row['tries'][-1]}", flush=True
-                        )
-                    self.write(seq_length=self.seq_length, memory_gib=self.args.memory)
+        counts = [n for n in (8, 4, 2, 1) if n <= self.gpus]
+        cells = [
+            Cell(strategy, n, predicted[strategy, n], self)
+            for strategy, (_, words) in STRATEGIES.items()
+            for n in (counts if words != OFFLOAD else counts[:1])
+        ]
+        while searched := self.fitting(cells):
+            for cell in searched:
+                cell.prepare()
+                if cell.row not in self.rows:
+                    self.rows.append(cell.row)
+            alone = searched[0].options == OFFLOAD  # fills the memory of the host, which is slow
+            timeout = self.time_left() if alone else 100
+            found = run([[cell.row] for cell in searched], self.folder / "runs", timeout)
+            for cell, (each,) in zip(searched, found, strict=True):
+                cell.learn(each)
+                seconds = time.monotonic() - self.start
+                print(f"{seconds:5.0f} s  {cell.label}: {cell.row['tries'][-1]}", flush=True)
+            self.write(
+                seq_length=self.seq_length,
+                memory_gib=self.args.memory,
+                host_memory_gib=self.args.host_memory,
+            )
+
+    def fitting(self, cells: list["Cell"]) -> list["Cell"]:
+        """Return the cells to try next, side by side; none when the time is over."""
+        chosen, free = [], self.gpus
+        for cell in cells:
+            enough = 30 if cell.options != OFFLOAD else 150
+            if cell.blocks and cell.gpus <= free and self.time_left() > enough:
+                chosen.append(cell)
+                free -= cell.gpus
+        return chosen
 
     def predict_largest(self) -> dict[tuple[str, int], int]:
         """Return where 04-fsdp/memory.py says that the search ends: memory is linear in blocks."""
@@ -481,15 +509,22 @@ class Sets:
                     gpus=gpus,
                     batch_size=1,
                     seq_length=self.seq_length,
-                    activation_checkpointing="full" if words == FULL else "none",
+                    activation_checkpointing="full" if FULL in words else "none",
+                    cpu_offload=words == OFFLOAD,
                 )
-                peaks = {}
+                found = {}
                 for blocks in counted:
                     config = memory.models.load_config("llama-3.1-8b")
                     config.num_hidden_layers = blocks
-                    peaks[blocks] = memory.predict(config, options, counted[blocks])["peak"] / 2**30
-                slope = (peaks[8] - peaks[4]) / 4
-                predicted[strategy, gpus] = int(8 + (USABLE * self.args.memory - peaks[8]) / slope)
+                    found[blocks] = memory.predict(config, options, counted[blocks])
+                ends = []
+                limits = {"peak": USABLE * self.args.memory}
+                if words == OFFLOAD:  # what a rank may have of the host
+                    limits["host"] = USABLE_HOST * self.args.host_memory / gpus
+                for key, limit in limits.items():
+                    four, eight = found[4][key] / 2**30, found[8][key] / 2**30
+                    ends.append(int(8 + (limit - eight) / ((eight - four) / 4)))
+                predicted[strategy, gpus] = min(ends)
         return predicted
 
     def checkpoint(self) -> None:
@@ -540,7 +575,7 @@ class Cell:
         most, least = max(self.works, default=0), min(self.fails, default=None)
         self.row["blocks"] = most
         if least is None:
-            self.blocks = most + self.step
+            self.blocks = most + self.step if self.options != OFFLOAD else None
         elif least - most > self.step:
             self.blocks = least - self.step
         else:
@@ -556,6 +591,7 @@ def main() -> None:
     )
     parser.add_argument("--seconds", type=float, default=3600, help="begin no run after these")
     parser.add_argument("--memory", type=float, default=140.4, help="GiB that a GPU has")
+    parser.add_argument("--host-memory", type=float, default=512, help="GiB that the host has")
     parser.add_argument("--append", action="store_true", help="add to the runs of the output")
     parser.add_argument("--tiny", action="store_true", help="small models, to try this file")
     args = parser.parse_args()
