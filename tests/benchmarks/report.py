@@ -673,6 +673,26 @@ def comparison_cpu(found) -> list[str]:
     return comparison(found)
 
 
+@table(result("comparison_gpu"))
+def comparison_gpu(found) -> list[str]:
+    return comparison(found)
+
+
+@table(result("comparison_gpu"), result("comparison_gpu_largest"))
+def comparison_gpu_largest(found, larger) -> list[str]:
+    """Return a row for each batch: that of all rows, and the largest that fits."""
+    rows = [
+        "| strategy and precision | sequences on a device | tokens/s | peak, GiB |",
+        "|---|---:|---:|---:|",
+    ]
+    fixed = {row_name(row): row["summary"].get("speed") for row in found["rows"]}
+    for row in larger["rows"]:
+        for each in (fixed[row_name(row)], row["summary"]["largest"]):
+            cells = [str(each["batch_size"]), spread(each["rounds"], 0)]
+            rows.append(f"| {row_name(row)} | {' | '.join(cells)} | {each['peak_mem_gib']:.1f} |")
+    return rows
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing")
