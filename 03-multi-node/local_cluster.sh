@@ -125,10 +125,12 @@ MpiDefault=none
 # and at every 20th time one that is down is asked as well: both ways it takes about 15 seconds.
 SchedulerParameters=batch_sched_delay=0,sched_interval=1,sched_min_interval=0,bf_interval=1
 SlurmdTimeout=5
-MessageTimeout=5
 ReturnToService=2
 JobRequeue=1
 KillWait=20
+# What ends tasks is answered when they are gone, and a message without an answer is sent again a
+# minute later: it would end the job's next start, whose tasks have the same numbers.
+MessageTimeout=25
 
 # A job in urgent takes the nodes of jobs in main. Their steps get SIGTERM. A job that ends then is
 # done, unless it requeues itself. Others get SIGTERM again 30 to 60 seconds later, SIGKILL after

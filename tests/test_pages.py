@@ -415,6 +415,8 @@ def test_command(command, checkout, tmp_path):
     assert "pip" not in words, "it would change the environment that the tests run in"
     if "pytest" in words:
         return  # gone_tests has looked at it, and the tests run with the others
+    if "fault_lab.py" in command and words[-1] != "list":
+        return  # its own tests start every fault, and what mends it
     added = f"--max-steps 2 --save-dir {tmp_path}"
     if words[:2] == ["make", "train"]:
         arguments = next((word[5:] for word in words if word.startswith("ARGS=")), "")

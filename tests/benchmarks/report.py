@@ -443,6 +443,144 @@ def recovery(found) -> list[str]:
     return rows
 
 
+# --- chapter 3, determinism ---
+
+ALGORITHMS = {
+    "default": "as they come",
+    "deterministic": "deterministic",
+    "workspace": "deterministic, `CUBLAS_WORKSPACE_CONFIG`",
+}
+CHANGES = {
+    "nothing": "nothing",
+    "one thread": "one thread instead of two",
+    "no TF32": "strict float32 instead of TF32",
+    "two micro-batches": "two micro-batches of 4",
+    "order within the batch": "the sequences of each batch in reversed order",
+    "seed": "another seed for the weights",
+}
+
+
+def determinism_changes(found) -> list[str]:
+    rows = [
+        "| what changes | first step with another loss | largest relative difference |",
+        "|---|---:|---:|",
+    ]
+    for key, name in CHANGES.items():
+        if key in found["changes"]:
+            each = found["changes"][key]
+            rows.append(f"| {name} | {each['first_step'] or 'none'} | {each['largest']:.1e} |")
+    return rows
+
+
+def determinism_steps(found) -> list[str]:
+    rows = [
+        "| model | tokens per step | algorithms | ms per step | two processes agree "
+        "| losses against the first row |",
+        "|---|---:|---|---:|---|---:|",
+    ]
+    for model, modes in found["models"].items():
+        sequences, length = found["batches"][model]
+        for mode, each in modes.items():
+            largest = each["as_default"]["largest"]
+            cells = [
+                f"{model} | {sequences * length:,} | {ALGORITHMS[mode]} | {spread(each['ms'])}",
+                "to the last bit" if each["runs_agree"] else "no",
+                f"{largest:.1e}" if largest else "equal",
+            ]
+            rows.append(f"| {' | '.join(cells)} |")
+    return rows
+
+
+def determinism_operations(found) -> list[str]:
+    modes = [mode for mode in ALGORITHMS if mode in next(iter(found["models"].values()))][:2]
+    head = "".join(f" | {ALGORITHMS[mode]}, ms | equal calls" for mode in modes)
+    rows = [f"| operation{head} |", "|---|" + "---:|---|" * len(modes)]
+    for name, by_mode in found["operations"].items():
+        cells = []
+        for mode in modes:
+            each = by_mode[mode]
+            if "error" in each:
+                cells += ["", "refused: it has none"]
+            else:
+                cells += [spread(each["ms"], 3), "yes" if each["same"] else "no"]
+        rows.append(f"| {name} | {' | '.join(cells)} |")
+    return rows
+
+
+# --- chapter 3, data loading ---
+
+
+def data_loading(found) -> list[str]:
+    rows = [
+        "| data | workers | batches ahead | waits for data, ms | ms per step | tokens/s |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    for row in found["rows"]:
+        ahead = row["workers"] * (row["prefetch"] or 0)
+        cells = [
+            number([run[key] for run in row["runs"]], digits)
+            for key, digits in (("time/data", 1), ("time/total", 1), ("tokens_per_s", 0))
+        ]
+        rows.append(f"| {row['data']} | {row['workers']} | {ahead} | {' | '.join(cells)} |")
+    return rows
+
+
+def data_starts(found) -> list[str]:
+    rows = [
+        "| workers | persistent | first epoch, ms | later ones, ms |",
+        "|---:|---|---:|---:|",
+    ]
+    for row in found["starts"]:
+        first, *later = row["ms"]
+        kept = ("yes" if row["persistent"] else "no") if row["workers"] else ""
+        rows.append(f"| {row['workers']} | {kept} | {first:.1f} | {spread(later)} |")
+    return rows
+
+
+def data_disk(found) -> list[str]:
+    rows = [
+        "| file | a block, median, ms | the slowest, ms | all 500, ms |",
+        "|---|---:|---:|---:|",
+    ]
+    for state, (median, total, most) in found["disk_ms"].items():
+        rows.append(f"| {state} | {median:.3f} | {most:.1f} | {total:,.0f} |")
+    return rows
+
+
+def data_copies(found) -> list[str]:
+    rows = [
+        "| copied to the GPU, MiB | memory | the host is held up for, ms | the copy takes, ms "
+        "| GiB/s |",
+        "|---:|---|---:|---:|---:|",
+    ]
+    for row in found["copies"]:
+        memory = "pinned" if row["pinned"] else "not pinned"
+        rate = row["mib"] / 1024 / (row["ms"] / 1000)
+        cells = f"{row['host_ms']:.3f} | {row['ms']:.3f} | {rate:.1f}"
+        rows.append(f"| {row['mib']} | {memory} | {cells} |")
+    return rows
+
+
+def table_of(rows: Callable, measured: str, device: str) -> None:
+    """Register rows under its own name and the device's, if the device has been measured."""
+    source = result(f"{measured}_{device}")
+    if (REPOSITORY / source).exists():
+
+        def named(found) -> list[str]:
+            return rows(found)
+
+        named.__name__ = f"{rows.__name__}_{device}"
+        table(source)(named)
+
+
+for device in ("cpu", "gpu"):
+    for rows in (determinism_changes, determinism_steps, determinism_operations):
+        table_of(rows, "determinism", device)
+    for rows in (data_loading, data_starts, data_disk):
+        table_of(rows, "data_loading", device)
+table_of(data_copies, "data_loading", "gpu")
+
+
 # --- chapter 4 ---
 
 

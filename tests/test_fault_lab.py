@@ -1,0 +1,304 @@
+"""The lab of chapter 3: each fault fails as its page says, and mended it does not.
+
+Faults are started as a reader starts them, several in one call: what is mended is then often the
+same training, and the lab runs it once.
+"""
+
+import re
+import sys
+
+import pytest
+import torch
+from conftest import ROOT, read_metrics, run_script
+from runner import load_script
+
+LAB = "03-multi-node/fault_lab.py"
+TIMEOUT = 8  # seconds that a rank waits for the others
+START = 60  # seconds that a start may take, on a machine that has much else to do
+ENDED = r"torchrun ended with status (\d+), (\d+) s after its start"
+
+
+class Lab:
+    """Calls of the lab, each made once: {fault: what it printed}."""
+
+    def __init__(self, folder) -> None:
+        self.folder = folder
+        self.done: dict[tuple, dict[str, str]] = {}
+
+    def __call__(self, *faults: str, fixed: bool = False) -> dict[str, str]:
+        if (faults, fixed) not in self.done:
+            words = [*faults, "--dist-timeout", TIMEOUT, "--output", self.folder]
+            done = run_script(LAB, *words, *(["--fixed"] if fixed else []))
+            assert done.returncode == 0, done.stdout + done.stderr
+            parts = re.split(r"^=== ([\w-]+).*\n", done.stdout, flags=re.MULTILINE)
+            self.done[faults, fixed] = dict(zip(parts[1::2], parts[2::2], strict=True))
+        return self.done[faults, fixed]
+
+
+@pytest.fixture(scope="module")
+def lab(tmp_path_factory) -> Lab:
+    return Lab(tmp_path_factory.mktemp("fault-lab"))
+
+
+def ends(text: str) -> list[tuple[int, int]]:
+    """Return (status, seconds) of each run, in the order in which they are shown."""
+    return [(int(status), int(seconds)) for status, seconds in re.findall(ENDED, text)]
+
+
+def failed_ranks(text: str) -> dict[int, str]:
+    """Return the last line of each rank's part of torchrun's report, by rank."""
+    parts = re.split(r"^  rank +: (\d)", text, flags=re.MULTILINE)
+    return {
+        int(rank): re.search(r"traceback :(?:.*recent call last\):)?\s*(.*)", part)[1]
+        for rank, part in zip(parts[1::2], parts[2::2], strict=True)
+    }
+
+
+# Those that the chapter's own script mends, so that one training shows it for all of them.
+SAME_SCRIPT = ("crash", "skipped-collective", "slow-rank")
+ORDER = ("seed", "set-epoch")
+
+
+def test_crash(lab):
+    text = lab("crash")["crash"]
+    ((status, seconds),) = ends(text)
+    assert status == 1 and seconds < START
+    assert "rank 1: IndexError: index out of range in self" in text, "the error file"
+    assert failed_ranks(text)[1] == "IndexError: index out of range in self"
+    assert re.search(r"rank 0: RuntimeError: .*(Connection (closed|reset) by peer)", text)
+    assert "0| The other ranks are gone or out of reach (" in text
+
+
+def test_skipped_collective(lab):
+    text = lab("skipped-collective")["skipped-collective"]
+    (hangs, checked) = ends(text)
+    assert hangs[0] == checked[0] == 1
+    assert TIMEOUT < hangs[1] < START + TIMEOUT
+    assert f"out of reach (Timed out waiting {TIMEOUT}000ms for recv operation to complete)" in text
+    # The stacks, of the process of each rank, not of torchrun's.
+    stacks = re.findall(r"process of rank (\d).*\n((?:    .*\n)+)", text)
+    (_, first), (_, second) = sorted(stacks)
+    assert "evaluate" in first and "evaluate" not in second
+    assert "all_reduce" in first and "all_reduce" in second and "launcher" not in first + second
+    assert re.search(
+        r"rank_0: number (\d+), gloo:all_reduce of \[2\] Double, in evaluate.*not don", text
+    )
+    assert re.search(
+        r"rank_1: number (\d+), gloo:all_reduce of \[\] Float, in main.*: not done", text
+    )
+    # DETAIL does not wait for the timeout.
+    assert re.search(r"Rank 0 is running collective: .*OpType=ALLREDUCE, TensorShape=\[2\]", text)
+    assert "Detected mismatch between collectives on ranks" in text
+
+
+def test_detail_checks_no_ddp_on_gloo(tmp_path):
+    """Why the lab gives DDP a group of its own: else torch ends with SIGSEGV, so the page says."""
+    if not torch.__version__.startswith("2.13."):
+        pytest.skip("said of torch 2.13 only")
+    script = tmp_path / "detail.py"
+    script.write_text(
+        "import torch, torch.distributed as dist\n"
+        "dist.init_process_group('gloo', init_method='tcp://127.0.0.1:0', rank=0, world_size=1)\n"
+        "torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1))\n"
+    )
+    assert run_script(script, TORCH_DISTRIBUTED_DEBUG="INFO").returncode == 0
+    assert run_script(script, TORCH_DISTRIBUTED_DEBUG="DETAIL").returncode == -11
+
+
+def test_shapes(lab):
+    text = lab("shapes")["shapes"]
+    aborts, wrong, hangs, checked = (status for status in ends(text))
+    assert [each[0] for each in (aborts, wrong, hangs, checked)] == [1, 1, 1, 1]
+    assert hangs[1] >= TIMEOUT > 0 and aborts[1] < START and checked[1] < START
+    assert "op.preamble.length <= op.nbytes. 12 vs 4. Received data size doesn't match" in text
+    assert re.search(r"exitcode +: -6 .*\(SIGABRT\)", text)
+    (total,) = re.findall(r"the sum, on rank 1: \[(.*)\]", text)
+    assert total != "2.0, 2.0, 2.0", "wrong, and nobody is told"
+    assert f"Timed out waiting {TIMEOUT}000ms" in text
+    assert "Tensor shapes: 4vs 3" in text, "DETAIL"
+
+
+def test_slow_rank(lab):
+    text = lab("slow-rank")["slow-rank"]
+    assert ends(text)[0][0] == 0, "nothing fails"
+    wait, total = map(int, re.search(r"longest wait is (\d+) of (\d+) ms", text).groups())
+    assert 300 < wait < total
+    assert re.search(r"step 14/14 .*waited up to \d+\.\d ms for rank 1 on ", text)
+    assert set(re.search(r"step by step, rank ([\d ]+)", text)[1].split()) == {"1"}
+
+
+def test_uneven(lab):
+    text = lab("uneven")["uneven"]
+    (hangs, named) = ends(text)
+    assert hangs[0] == named[0] == 1 and TIMEOUT < hangs[1] < START + TIMEOUT
+    assert "rank 0: step 3 of 3" in text and "rank 1: step 3 of 4" in text
+    assert "step 4 of 4" not in text and "the epoch is over\n" not in text.split("what you see")[1]
+    assert f"Timed out waiting {TIMEOUT}000ms" in text
+    assert re.search(r"\[rank0\]:     dist\.barrier\(\)", text)
+    assert re.search(r"\[rank1\]:     ddp_model\(batch\)\.sum\(\)\.backward\(\)", text)
+    assert f"[Rank 0]: Ranks 1 failed to pass monitoredBarrier in {TIMEOUT}000 ms" in text
+
+
+def losses(text: str) -> dict[int, tuple[str, str]]:
+    """Return (loss of the right run, loss of this one) by step."""
+    return {int(n): (a, b) for n, a, b in re.findall(r"^step +(\d+)  (\S+)  (\S+)$", text, re.M)}
+
+
+def test_seed(lab):
+    """Nothing fails. The weights are rank 0's on all ranks; the samples are not all taken."""
+    text = lab(*ORDER)["seed"]
+    assert [status for status, _ in ends(text)] == [0]
+    taken = re.findall(r"epoch \d: (\d+) of (\d+) samples", text)
+    assert len(taken) == 2 and all(int(some) < 0.9 * int(every) for some, every in taken)
+    for sums in re.findall(r"sums of weights \{0: (\S+), 1: (\S+)\}", text):
+        assert sums[0] == sums[1]
+    assert all(right != wrong for right, wrong in losses(text).values()), "from the first step on"
+
+
+def test_set_epoch(lab):
+    """Nothing fails. The first epoch is right, the second repeats it."""
+    text = lab(*ORDER)["set-epoch"]
+    assert [status for status, _ in ends(text)] == [0]
+    first, second = re.findall(r"samples taken, first (\[.*?\])", text)
+    assert first == second
+    same = {step: right == wrong for step, (right, wrong) in losses(text).items()}
+    assert same == {1: True, 2: True, 11: True, 12: True, 13: False, 14: False}
+
+
+def test_no_route(lab):
+    text = lab("no-route")["no-route"]
+    (interface, nowhere) = ends(text)
+    assert interface[0] == nowhere[0] == 1
+    assert interface[1] < START and nowhere[1] < START + 2 * TIMEOUT
+    assert "out of reach (ifa != nullptr. Unable to find address for: ib7)" in text
+    assert "RendezvousConnectionError: The connection to the C10d store has failed" in text
+    assert re.search(r"the interfaces of this machine.*\n.*\blo", text)
+
+
+@pytest.mark.slow
+def test_lost_node(lab):
+    """The node that is left fails soon after the kill; both start again and lose no step."""
+    text = lab("lost-node", fixed=True)["lost-node"]
+    killed, first, second = (status for status, _ in ends(text))
+    assert (killed, first, second) == (1, 0, 0)
+    assert "0| The other ranks are gone or out of reach (" in text
+    seconds, step = re.search(r"ended ([\d.]+) s after the kill, in step (\d+)", text).groups()
+    assert float(seconds) < 30, "the kernel has closed the connections"
+    resumed = int(re.search(r"resumed after step (\d+) of 60", text)[1])
+    assert 8 <= resumed < int(step)
+    (folder,) = lab.folder.glob("lost-node-*")
+    assert [line["step"] for line in read_metrics(folder / "run")] == list(range(1, 61))
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux keeps the limit")
+def test_out_of_memory(lab, train):
+    """Refused memory has a message, a kill has none. Smaller micro-batches: the same training."""
+    text = lab("out-of-memory")["out-of-memory"]
+    assert [status for status, _ in ends(text)] == [1, 1]
+    refused, killed = text.split("what you see")[1:]
+    assert re.search(
+        r"you tried to allocate \d+ bytes.*Cannot allocate memory", failed_ranks(refused)[1]
+    )
+    assert failed_ranks(killed)[1].startswith("Signal 9 (SIGKILL) received by PID")
+    assert re.search(r"exitcode +: -9 .*\(SIGKILL\)\n  error_file: <N/A>", killed)
+    mended = lab("out-of-memory", fixed=True)["out-of-memory"]
+    assert "8 sequences x 2 devices x 12 micro-batches = 192 sequences" in mended
+    args = ("-s", 128, "--global-batch-size", 192, "--max-steps", 2, "--log-freq", 1, "-b", 96)
+    alone = [line["loss"] for line in train(*args, "--warmup-steps", 4)]
+    found = [float(loss) for loss in re.findall(r"step \d/2 \| loss (\S+)", mended)]
+    assert found == pytest.approx(alone, rel=1e-4)  # the log has 4 decimals
+
+
+# --- mended ---
+
+
+@pytest.mark.parametrize("fault", SAME_SCRIPT)
+def test_mended_by_the_script_as_it_is(lab, fault):
+    text = lab(*SAME_SCRIPT, fixed=True)[fault]
+    assert [status for status, _ in ends(text)] == [0] and "step 14/14 | loss" in text
+    if fault == "slow-rank":
+        assert int(re.search(r"longest wait is (\d+) of", text)[1]) < 300
+
+
+def test_mended_order(lab):
+    texts = lab(*ORDER, fixed=True)
+    for text in texts.values():
+        taken = re.findall(r"epoch \d: (\d+) of (\d+) samples taken, first (\[.*?\])", text)
+        assert len(taken) == 2 and all(some == every for some, every, _ in taken)
+        assert taken[0][2] != taken[1][2]
+
+
+def test_mended_shapes_and_uneven(lab):
+    texts = lab("shapes", "uneven", fixed=True)
+    assert texts["shapes"].count("[2.0, 2.0, 2.0, 1.0]") == 2
+    assert [status for status, _ in ends(texts["shapes"])] == [0]
+    assert [status for status, _ in ends(texts["uneven"])] == [0, 0]
+    assert texts["uneven"].count("| rank 1: the epoch is over") == 2
+
+
+@pytest.mark.slow
+def test_mended_no_route(lab):
+    text = lab("no-route", fixed=True)["no-route"]
+    assert [status for status, _ in ends(text)] == [0] and "step 14/14 | loss" in text
+
+
+# --- the lab itself ---
+
+
+@pytest.fixture
+def call(tmp_path, monkeypatch, capsys):
+    """Return a function that calls the lab in this process, with some of its texts replaced."""
+
+    def run(*words: object, **replaced: str) -> tuple[int, str]:
+        module = load_script(ROOT / LAB)
+        for name, text in replaced.items():
+            assert hasattr(module, name)
+            monkeypatch.setattr(module, name, text)
+        argv = ["fault_lab.py", *words, "--output", tmp_path]
+        monkeypatch.setattr(sys, "argv", [str(word) for word in argv])
+        try:
+            module.main()
+        except SystemExit as end:
+            return end.code, capsys.readouterr().out
+        return 0, capsys.readouterr().out
+
+    return run
+
+
+def test_planted_fault_that_does_not_come_is_noticed(call):
+    status, text = call("shapes", "--fixed", "--dist-timeout", 2, PADDED="")
+    assert status == 1 and "NOT AS IT SHOULD BE: both ranks have the whole sum" in text
+
+
+def test_planted_mending_that_does_not_help_is_noticed(call):
+    """A crash that is none: the training comes to its end."""
+    status, text = call("crash", CRASH=" import sys\n+import json\n")
+    assert status == 1 and "NOT AS IT SHOULD BE: torchrun ends with status 1" in text
+
+
+def test_list_has_every_fault():
+    module = load_script(ROOT / LAB)
+    done = run_script(LAB, "list")
+    assert done.returncode == 0
+    assert re.findall(r"^([\w-]+)  +\S", done.stdout, re.MULTILINE) == list(module.FAULTS)
+    page = (ROOT / "03-multi-node/diagnosing.md").read_text()
+    for fault in module.FAULTS:
+        assert f"fault_lab.py {fault}\n" in page, "the page has a section on each"
+
+
+def test_bad_input(tmp_path):
+    done = run_script(LAB, "flood")
+    assert done.returncode == 2 and "There is no fault flood: give list, or one of" in done.stderr
+    (tmp_path / "file").write_text("mine")
+    done = run_script(LAB, "crash", "--output", tmp_path / "file")
+    assert done.returncode == 2 and "Cannot write to" in done.stderr
+    assert (tmp_path / "file").read_text() == "mine"
+
+
+def test_nothing_is_overwritten(call, tmp_path):
+    (tmp_path / "shapes-1").mkdir()
+    (tmp_path / "shapes-1/mine").write_text("mine")
+    assert call("shapes", "--fixed", "--dist-timeout", 20)[0] == 0
+    assert [path.name for path in (tmp_path / "shapes-1").iterdir()] == ["mine"]
+    assert (tmp_path / "shapes-2/shapes.py").exists()

@@ -1,0 +1,617 @@
+"""Chapter 3's check before a run: sound nodes pass, and each planted fault is named."""
+
+import argparse
+import contextlib
+import functools
+import json
+import os
+import re
+import shutil
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import time
+import uuid
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import ROOT, TORCHRUN, free_port, run_script
+from runner import Ranks, finish, load_script, place_of, start
+from torch.distributed import TCPStore
+
+from common.cli import InputError
+
+SCRIPT = ROOT / "03-multi-node/preflight.py"
+QUICK = ("--max-bytes", 4096)
+CORPUS = ("-d", "/run/corpus.json")  # each node of the cluster has a /run
+HOST = socket.gethostname()
+preflight = load_script(SCRIPT)
+
+
+# --- what is computed ---
+
+
+def test_bus_bandwidth_is_that_of_nccl_tests():
+    """2 (n - 1) / n: as good as once for 2 ranks, 1.75 times for 8, and next to 2 for very many."""
+    assert preflight.bus_bandwidth(10**9, 1.0, 2) == 1.0
+    assert preflight.bus_bandwidth(10**9, 0.1, 8) == pytest.approx(17.5)
+    assert preflight.bus_bandwidth(10**9, 1.0, 1000) == pytest.approx(1.998)
+    assert preflight.bus_bandwidth(268435456, 0.155025, 2) == pytest.approx(1.7316, rel=1e-4)
+
+
+def test_the_odd_node_out():
+    three = {"node1": "2.13.0", "node2": "2.12.0", "node3": "2.13.0"}
+    assert preflight.compare("torch", three) == ["torch: node2 has 2.12.0, the others 2.13.0"]
+    assert preflight.compare("torch", dict.fromkeys(three, "2.13.0")) == []
+    # Rank 0's own node can be the odd one.
+    first = {"node1": "2.12.0", "node2": "2.13.0", "node3": "2.13.0"}
+    assert preflight.compare("torch", first) == ["torch: node1 has 2.12.0, the others 2.13.0"]
+
+
+def test_of_two_nodes_none_is_right():
+    """Nor of two against two: then the sentence says who differs from rank 0's."""
+    said = ["torch: node2 has 2.12.0, rank 0's node1 2.13.0"]
+    assert preflight.compare("torch", {"node1": "2.13.0", "node2": "2.12.0"}) == said
+    four = {"node1": "b", "node2": "a", "node3": "a", "node4": "b"}
+    assert [fault.split(" has ")[0] for fault in preflight.compare("torch", four)] == [
+        "torch: node2",
+        "torch: node3",
+    ]
+
+
+def test_of_code_the_files_that_differ_are_named():
+    right = {"common/data.py": "aa", "common/rng.py": "bb", "common/cli.py": "cc"}
+    one = {**right, "common/rng.py": "b0"}
+    (fault,) = preflight.compare("code", {"node1": right, "node2": right, "node3": one})
+    assert fault == "code: node3 has b0 for common/rng.py, the others bb"
+    none = {name: right[name] for name in right if name != "common/cli.py"}
+    (fault,) = preflight.compare("code", {"node1": right, "node2": right, "node3": none})
+    assert fault == "code: node3 has None for common/cli.py, the others cc"
+
+
+def at(gb_per_s: float) -> dict:
+    return {1024: {"GB/s": 0.001}, 2**20: {"GB/s": gb_per_s}}
+
+
+# As measured on three nodes of the local cluster, node2 slowed down to 20 Mbit/s.
+SLOWED = {
+    "node1 - node2": at(0.0024),
+    "node1 - node3": at(0.3941),
+    "node2 - node3": at(0.0024),
+}
+
+
+def test_a_slow_node_is_the_one_whose_links_are_all_slow():
+    node, *links = preflight.find_slow("link", SLOWED, 2.0, None)
+    assert node == "bandwidth: every link of node2 is slow"
+    assert [
+        re.match(r"bandwidth: link (node\d - node\d) has 0.0024 ", link)[1] for link in links
+    ] == [
+        "node1 - node2",
+        "node2 - node3",
+    ]
+    assert all("164.2 times less than the others" in link for link in links)
+
+
+def test_a_slow_link_between_sound_nodes():
+    one = {**SLOWED, "node2 - node3": at(0.4)}
+    (fault,) = preflight.find_slow("link", one, 2.0, None)
+    assert fault.startswith("bandwidth: link node1 - node2 has 0.0024 GB/s")
+    even = {name: at(rate) for name, rate in zip(SLOWED, (0.3, 0.4, 0.5), strict=True)}
+    assert preflight.find_slow("link", even, 2.0, None) == []
+
+
+def test_small_all_reduces_are_not_compared():
+    """A busy core makes them ten times slower: seen on sound nodes."""
+    small = {name: {1024: link[2**20]} for name, link in SLOWED.items()}
+    assert preflight.find_slow("link", small, 2.0, None) == []
+
+
+def test_one_link_alone_is_only_slow_against_a_number_that_is_given():
+    alone = {"node1 - node2": at(0.0024)}
+    assert preflight.find_slow("link", alone, 2.0, None) == []
+    (fault,) = preflight.find_slow("link", alone, 2.0, 0.1)
+    assert fault == "bandwidth: link node1 - node2 has 0.0024 GB/s, --min-bandwidth 0.1"
+    assert preflight.find_slow("link", alone, 2.0, 0.002) == []
+    assert preflight.find_slow("link", {}, 2.0, 0.1) == []
+
+
+def test_who_is_to_blame_for_a_stage_that_does_not_end(monkeypatch):
+    monkeypatch.delenv("SLURM_STEP_NODELIST", raising=False)
+    hosts = {0: "node1", 1: "node1", 2: "node2", 3: "node2"}
+    waits = {rank: (host, "comparing clocks", True) for rank, host in hosts.items()}
+    blame = functools.partial(preflight.who_failed, world_size=4, where="node1:29400")
+    came = {0: waits[0], 1: waits[1]}
+    assert blame(came, {}) == ("only ranks 0, 1 on node1 came to node1:29400, and not ranks 2, 3")
+    assert blame(came, hosts) == "no answer from ranks 2, 3 on node2"
+    late = {**waits, 3: ("node2", "comparing clocks", False)}
+    assert blame(late, hosts) == "the others wait for rank 3 on node2"
+    busy = {rank: (host, "all-reduce", False) for rank, host in hosts.items()}
+    assert blame(busy, hosts) == (
+        "all answer, ranks 0, 1 on node1 at 'all-reduce' and ranks 2, 3 on node2 at 'all-reduce'"
+    )
+
+
+class Three:
+    """In place of a Meeting: three nodes of two ranks, and what they hand over."""
+
+    rank, firsts, hosts = 0, [0, 2, 4], {rank: f"node{rank // 2 + 1}" for rank in range(6)}
+
+    def __init__(self, gpu_gib: list[float | None], *facts: dict) -> None:
+        self.gpu_gib, self.facts, self.left = gpu_gib, facts, False
+
+    def gather_nodes(self, what: str, part: object) -> dict:
+        return {f"node{number}": facts for number, facts in enumerate(self.facts, start=1)}
+
+    def gather(self, what: str, part: object) -> list:
+        return self.gpu_gib
+
+    def leave(self) -> None:
+        self.left = True
+
+    def begin(self, *_: object) -> None:
+        pass
+
+    say = begin
+
+
+def facts(memory: float = 100.0, error: str | None = None) -> dict:
+    data = {"error": error} if error else {"bytes": 9, "checksum": "aa"}
+    return {"same": {"data": data}, "free": {"memory": memory, "disk": 50.0}}
+
+
+def check_nodes(monkeypatch, meeting: Three) -> list[str]:
+    monkeypatch.setattr(preflight, "describe_node", lambda args: None)
+    return preflight.check_nodes(meeting, argparse.Namespace(data_timeout=1))[0]
+
+
+def test_what_somebody_else_holds(monkeypatch):
+    even = [70.0, 71.0, 70.0, 76.0, 70.0, 70.0]
+    assert check_nodes(monkeypatch, Three(even, facts(), facts(90), facts(60))) == []
+    held = [*even[:3], 11.2, *even[4:]]
+    assert check_nodes(monkeypatch, Three(held, facts(), facts(20), facts())) == [
+        "free GPU memory: rank 3 on node2 has 11.2 GiB, 6.2 times less than the others",
+        "free memory: node2 has 20.0 GiB, 5.0 times less than the others",
+    ]
+
+
+def test_data_that_one_node_lacks_is_a_fault_and_that_all_lack_bad_input(monkeypatch):
+    lacks = facts(error="There is no data set at 'x'.")
+    (fault,) = check_nodes(monkeypatch, Three([None] * 6, facts(), lacks, facts()))
+    assert fault.startswith("data: node2 has ") and "There is no data set at 'x'." in fault
+    nobody = Three([None] * 6, lacks, lacks, lacks)
+    with pytest.raises(InputError, match="no data set at 'x'"):
+        check_nodes(monkeypatch, nobody)
+    assert nobody.left, "rank 0 ends last, where it serves the store"
+
+
+# --- on this machine ---
+
+
+def test_sound_under_torchrun(tmp_path, corpus):
+    figures = tmp_path / "figures.json"
+    save_dir = tmp_path / "outputs"
+    flags = (*QUICK, "--save-dir", save_dir, "-d", corpus, "--output", figures, "--tokenize")
+    done = run_script(*TORCHRUN, 2, SCRIPT, *flags, "-s", 32)
+    assert done.returncode == 0, done.stderr
+    *_, end = done.stdout.splitlines()
+    assert re.fullmatch(
+        r"Sound: 2 ranks on 1 node, all-reduce of 4,096 bytes right and .* GB/s\.", end
+    )
+    assert "FAULT" not in done.stdout
+    assert list(save_dir.iterdir()) == [], "it leaves nothing in the folder of the runs"
+    found = json.loads(figures.read_text())
+    assert found["nodes"] == {HOST: [0, 1]} and found["faults"] == []
+    same = found["facts"][HOST]["same"]
+    assert same["torch"] == torch.__version__
+    assert {"03-multi-node/train_llm.py", "common/data.py", "common/presets/gpt2/config.json"} <= {
+        *same["code"]
+    }
+    series = found["all_reduce"][HOST]
+    assert list(series) == ["1024", "4096"]
+    for size, figure in series.items():
+        expected = preflight.bus_bandwidth(int(size), figure["ms"] / 1000, 2)
+        assert figure["GB/s"] == pytest.approx(expected)
+
+
+def test_a_process_alone(tmp_path, corpus):
+    done = run_script(SCRIPT, *QUICK, "--save-dir", tmp_path / "outputs", "-d", corpus)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "Sound: 1 rank on 1 node."
+
+
+# --- on this machine, with a planted fault; ranks are children of a server, and start at once ---
+
+
+def check(
+    folder: Path, corpus: Path, *args: object, plant=None, **options
+) -> tuple[list[int], str]:
+    """Run the check on two ranks; return their exit statuses and all that they printed."""
+    (folder / "chapter").mkdir()
+    shutil.copy(SCRIPT, folder / "chapter/train_llm.py")  # the name that Ranks looks for
+    flags = [*QUICK, "--save-dir", folder / "outputs", "-d", corpus, *args]
+    ranks = Ranks(
+        2,
+        flags,
+        chapter=str(folder / "chapter"),
+        plant=functools.partial(_prepare, folder / "stdout", plant),
+        **options,
+    )
+    return ranks.finish(60), (folder / "stdout").read_text()
+
+
+def _prepare(stdout: Path, plant) -> None:
+    """Write what a child prints to a file, and plant a fault on rank 1."""
+    file = stdout.open("a", buffering=1)
+    os.dup2(file.fileno(), 1)
+    if plant and os.environ["RANK"] == "1":
+        plant()
+
+
+def test_bad_input_ends_with_status_2_and_overwrites_nothing(tmp_path, corpus):
+    """On all ranks, since all of them have it: what one node alone lacks is a fault of its own."""
+    kept = tmp_path / "kept.json"
+    kept.write_text("precious")
+    for number, (wrong, sentence) in enumerate(
+        (
+            (("-d", tmp_path / "none.json"), "There is no data set at"),
+            (("--output", kept), f"{kept} is there already or cannot be"),
+        )
+    ):
+        folder = tmp_path / str(number)
+        folder.mkdir()
+        errors = [str(folder / f"stderr-{rank}") for rank in range(2)]
+        statuses, said = check(folder, corpus, *wrong, stderr_file=errors)
+        assert statuses == [2, 2]
+        assert sentence in Path(errors[0]).read_text() and "ound" not in said
+    assert kept.read_text() == "precious"
+
+
+def add_one() -> None:
+    def all_reduce(tensor, *args, original=dist.all_reduce, **kwargs):
+        original(tensor, *args, **kwargs)
+        if tensor.numel() == 1024:
+            tensor[-1] += 1
+
+    dist.all_reduce = all_reduce
+
+
+def test_a_wrong_sum_is_found_and_its_rank_named(tmp_path, corpus):
+    statuses, said = check(tmp_path, corpus, plant=add_one)
+    assert statuses == [1, 1]
+    assert said.splitlines()[-1] == (
+        f"Not sound, 1 fault: all-reduce: rank 1 on {HOST} has a wrong sum of 4,096 bytes."
+    )
+
+
+def die() -> None:
+    def all_reduce(*args, original=dist.all_reduce, **kwargs):
+        if args[0].numel() == 1024:
+            os.kill(os.getpid(), signal.SIGKILL)
+        original(*args, **kwargs)
+
+    dist.all_reduce = all_reduce
+
+
+def test_a_rank_that_dies_in_an_all_reduce_ends_all(tmp_path, corpus):
+    started = time.monotonic()
+    statuses, said = check(tmp_path, corpus, plant=die)
+    assert statuses == [1, -signal.SIGKILL]
+    end = said.splitlines()[-1]
+    assert end.startswith("Not sound: all-reduce of 4,096 bytes over 2 ranks: ")
+    assert end.endswith(f"; no answer from rank 1 on {HOST}.")
+    assert time.monotonic() - started < 45, "nobody waited for the timeout"
+
+
+def fall_asleep() -> None:
+    uuid.uuid4 = functools.partial(time.sleep, 100)
+
+
+def test_a_rank_that_hangs_ends_all(tmp_path, corpus):
+    """As on a file system that does not answer."""
+    statuses, said = check(tmp_path, corpus, "--timeout", 3, plant=fall_asleep)
+    assert statuses == [1, 1]
+    assert said.splitlines()[-1] == (
+        "Not sound: looking for one another's files in --save-dir: not done in 3 s; "
+        f"the others wait for rank 1 on {HOST}."
+    )
+
+
+def test_a_rank_that_does_not_come_is_named(tmp_path, corpus):
+    (tmp_path / "chapter").mkdir()
+    shutil.copy(SCRIPT, tmp_path / "chapter/train_llm.py")
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    rank_0 = start(
+        ["--timeout", 2, "--save-dir", tmp_path, "-d", corpus],
+        chapter=str(tmp_path / "chapter"),
+        env={**place_of(0, 2), "MASTER_PORT": store.port},
+        plant=functools.partial(_prepare, tmp_path / "stdout", None),
+    )
+    assert finish(rank_0) == 1
+    assert (tmp_path / "stdout").read_text().splitlines()[-1] == (
+        f"Not sound: rendezvous: not done in 2 s; only rank 0 on {HOST} came to "
+        f"localhost:{store.port}, and not rank 1."
+    )
+
+
+def do_not_wait() -> None:
+    sys.modules["common.cli"].HEAD_START_S = -preflight.ANSWER_WITHIN_S
+
+
+def test_a_port_where_nobody_listens(tmp_path, corpus):
+    (tmp_path / "chapter").mkdir()
+    shutil.copy(SCRIPT, tmp_path / "chapter/train_llm.py")
+    port = free_port()
+    rank_1 = start(
+        ["--timeout", 1, "--save-dir", tmp_path, "-d", corpus],
+        chapter=str(tmp_path / "chapter"),
+        env={**place_of(1, 2), "MASTER_PORT": port},
+        plant=functools.partial(_prepare, tmp_path / "stdout", do_not_wait),
+    )
+    assert finish(rank_1) == 1
+    assert (tmp_path / "stdout").read_text() == (
+        f"[rank 1] Not sound: {HOST} cannot reach localhost:{port} within 1 s "
+        "(nobody listens there).\n"
+    )
+
+
+# --- on the nodes of the local cluster ---
+
+# Python imports this by itself, on each node. What it plants, it plants on node2.
+HOOK = """
+import os, socket
+words = os.environ.get("PLANT", "").split()
+if socket.gethostname() == "node2" and words:
+    import time
+    if "clock" in words:
+        now = time.time
+        time.time = lambda: now() + 90
+    if "torch" in words:
+        import torch
+        torch.__version__ = "2.12.0+planted"
+if "pause" in words:
+    import pathlib, time
+    import torch.distributed as dist
+    init = dist.init_process_group
+    def pause(*args, **kwargs):
+        init(*args, **kwargs)
+        (pathlib.Path(os.environ["MARKS"]) / os.environ["RANK"]).touch()
+        time.sleep(4)
+    dist.init_process_group = pause
+"""
+
+
+class Nodes:
+    """Runs the check with srun on two nodes of the cluster."""
+
+    def __init__(self, cluster, folder: Path) -> None:
+        self.cluster, self.folder, self.port = cluster, folder, 21000
+        (folder / "hook").mkdir()
+        (folder / "hook/sitecustomize.py").write_text(HOOK)
+        texts = json.dumps([f"Text number {n}, of many words. " * 20 for n in range(50)])
+        (folder / "corpus.json").write_text(texts)
+        (folder / "other.json").write_text(texts.replace("number 7,", "number 8,"))
+        self.shell("srun", "-N2", "cp", folder / "corpus.json", "/run/corpus.json")
+
+    def shell(self, *command: object) -> str:
+        return self.cluster.shell(*command)
+
+    def start(self, *args, tasks=2, kill=1, shell="exec", plant="", **env) -> subprocess.Popen:
+        """Start the check on both nodes; `shell`: what each task does first."""
+        self.port += 1
+        places = {
+            "MASTER_ADDR": "node1",
+            "MASTER_PORT": str(self.port),
+            "PYTHONPATH": f"{self.folder / 'hook'}:{ROOT}",
+            "OMP_NUM_THREADS": "1",
+            "PLANT": plant,
+            "SCRIPT": str(SCRIPT),
+            **env,
+        }
+        script = f'{shell} {sys.executable} "$SCRIPT" "$@"'
+        words = ["srun", "-N2", f"--ntasks-per-node={tasks}", f"--kill-on-bad-exit={kill}"]
+        flags = ["--save-dir", self.folder / "outputs", *QUICK, *CORPUS, *args]
+        return subprocess.Popen(
+            [*words, "bash", "-c", script, "task", *map(str, flags)],
+            env={**self.cluster.env, **places},
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+
+    def check(self, *args, **options) -> tuple[int, str]:
+        """Return the exit status and what was printed."""
+        process = self.start(*args, **options)
+        said, _ = process.communicate(timeout=100)
+        return process.returncode, said
+
+    @contextlib.contextmanager
+    def dropped(self, node: str, *selector: object):
+        """Let a node drop the packets that come in and fit, without an answer, as firewalls do."""
+        rule = ("ip", "-n", f"{self.cluster.name}-{node}", "rule")
+        self.shell(*rule, "add", "pref", 100, "lookup", "local")
+        self.shell(*rule, "add", "pref", 10, "dev", "eth0", *selector, "blackhole")
+        self.shell(*rule, "del", "pref", 0)  # what is for this node itself comes first otherwise
+        try:
+            yield
+        finally:
+            self.shell(*rule, "add", "pref", 0, "lookup", "local")
+            self.shell(*rule, "del", "pref", 10)
+            self.shell(*rule, "del", "pref", 100)
+
+
+@pytest.fixture(scope="module")
+def nodes(cluster, tmp_path_factory) -> Nodes:
+    return Nodes(cluster, tmp_path_factory.mktemp("preflight"))
+
+
+def last_sentence(said: str) -> str:
+    """Return the sentence that ends the check, from between what srun says."""
+    (sentence,) = re.findall(r"^(?:Sound|Not sound).*\.$", said, re.MULTILINE)
+    return sentence
+
+
+@pytest.mark.slurm
+def test_sound_on_two_nodes(nodes):
+    figures = nodes.folder / "sound.json"
+    status, said = nodes.check("--output", figures)
+    assert status == 0, said
+    assert last_sentence(said).startswith("Sound: 4 ranks on 2 nodes, all-reduce of 4,096 bytes")
+    assert "FAULT" not in said
+    assert re.search(
+        r"^met    at node1:\d+: ranks 0, 1 on node1 and ranks 2, 3 on node2$", said, re.M
+    )
+    assert "one link has no others to be compared with" in said
+    found = json.loads(figures.read_text())
+    assert list(found["all_reduce"]) == ["node1", "all", "node1 - node2", "node2"]
+    offset, doubt = found["clocks"]["node2"]
+    assert abs(offset) <= doubt + 0.001 < 0.5  # it is the same clock
+    assert list((nodes.folder / "outputs").iterdir()) == []
+
+
+@pytest.mark.slurm
+def test_all_that_is_different_on_node2(nodes, tmp_path):
+    """Another torch, clock, code (one byte), data and save folder, all at once."""
+    copy = tmp_path / "copy"
+    shutil.copytree(ROOT / "common", copy / "common")
+    (copy / "03-multi-node").mkdir()
+    for chapter in ROOT.glob("[0-9]*"):
+        (copy / chapter.name).mkdir(exist_ok=True)
+        for file in chapter.glob("*.py"):
+            shutil.copy(file, copy / chapter.name)
+    changed = copy / "common/rng.py"
+    content = changed.read_bytes()
+    changed.write_bytes(content[:3] + bytes([content[3] ^ 32]) + content[4:])  # in the docstring
+    other = f"cp {nodes.folder}/other.json /run/corpus.json"
+    there = f"SCRIPT={copy}/03-multi-node/preflight.py PYTHONPATH={copy}:{nodes.folder}/hook"
+    status, said = nodes.check(
+        *("--save-dir", "/run/outputs", "--timeout", 6),
+        tasks=1,
+        plant="torch clock",
+        shell=f"if [[ $(hostname) == node2 ]]; then {other}; export {there}; fi; exec",
+    )
+    nodes.shell("srun", "-N2", "cp", nodes.folder / "corpus.json", "/run/corpus.json")
+    assert status == 1, said
+    checksums = r"[0-9a-f]{16}"
+    patterns = [
+        rf"code: node2 has {checksums} for common/rng.py, rank 0's node1 {checksums}",
+        rf"torch: node2 has 2.12.0\+planted, rank 0's node1 {re.escape(torch.__version__)}",
+        rf"data: node2 has {checksums} for checksum, rank 0's node1 {checksums}",
+        r"save folder: /run/outputs is not one folder for all nodes, node1, node2 did not see "
+        "the files of all others",
+        r"clock: node2 is \+(?:89|90)\.\d+ s from rank 0's, give or take 0\.\d+ s",
+    ]
+    faults = re.findall(r"^FAULT  (.*)$", said, re.MULTILINE)
+    assert len(faults) == len(patterns), faults
+    for fault, pattern in zip(faults, patterns, strict=True):
+        assert re.fullmatch(pattern, fault), fault
+    assert last_sentence(said) == f"Not sound, 5 faults: {'; '.join(faults)}."
+
+
+@pytest.mark.slurm
+def test_a_port_that_a_firewall_closes(nodes):
+    with nodes.dropped("node1", "ipproto", "tcp", "dport", nodes.port + 1):
+        status, said = nodes.check("--timeout", 8)
+    assert status != 0
+    where = f"node1:{nodes.port}"
+    (end,) = re.findall(r"^Not sound.*$", said, re.MULTILINE)
+    assert end == (
+        f"Not sound: rendezvous: not done in 8 s; only ranks 0, 1 on node1 came to {where} of the "
+        "nodes node[1-2], and not ranks 2, 3."
+    )
+    for rank in (2, 3):
+        assert (
+            f"[rank {rank}] Not sound: node2 cannot reach {where} within 8 s "
+            "(no answer, as behind a firewall)."
+        ) in said
+
+
+@pytest.mark.slurm
+def test_a_link_slowed_down_with_tc(nodes):
+    """20 Mbit/s are 0.0025 GB/s. The same check of the link as it is finds nothing."""
+    flags = ("--max-bytes", 2**20, "--min-bandwidth", 0.01)
+    eth0 = ("ip", "netns", "exec", f"{nodes.cluster.name}-node2", "tc", "qdisc")
+    slow = ("tbf", "rate", "20mbit", "burst", "64kb", "latency", "400ms")
+    nodes.shell(*eth0, "add", "dev", "eth0", "root", *slow)
+    try:
+        status, said = nodes.check(*flags, tasks=1)
+    finally:
+        nodes.shell(*eth0, "del", "dev", "eth0", "root")
+    assert status == 1, said
+    sentence = last_sentence(said)
+    rate = re.fullmatch(
+        r"Not sound, 1 fault: bandwidth: link node1 - node2 has (\S+) GB/s, --min-bandwidth 0.01\.",
+        sentence,
+    )
+    assert rate and 0.001 < float(rate[1]) < 0.0027, sentence
+    status, said = nodes.check(*flags, tasks=1)
+    assert status == 0, said
+
+
+@pytest.mark.slurm
+@pytest.mark.slow
+def test_ports_other_than_the_first_that_a_firewall_closes(nodes):
+    """The ranks meet, and cannot connect to one another: node2's packets to them are dropped."""
+    rule = ("ip", "-n", f"{nodes.cluster.name}-node1", "rule")
+    port = nodes.port + 1
+    with nodes.dropped("node1", "ipproto", "tcp", "from", f"{nodes.cluster.network}.2"):
+        nodes.shell(*rule, "add", "pref", 9, "ipproto", "tcp", "dport", port, "lookup", "local")
+        try:
+            status, said = nodes.check("--timeout", 6)
+        finally:
+            nodes.shell(*rule, "del", "pref", 9)
+    assert status != 0
+    assert "Not sound: connecting the ranks: " in said, said
+
+
+@pytest.mark.slurm
+@pytest.mark.slow
+def test_a_node_whose_network_goes_ends_all_and_on_both_sides(nodes, tmp_path):
+    """srun does not end the others here: they find out for themselves."""
+    process = nodes.start("--timeout", 4, kill=0, plant="pause", MARKS=str(tmp_path))
+    nodes.cluster.until(lambda: len(list(tmp_path.iterdir())) == 4, "all ranks are connected", 60)
+    with nodes.dropped("node2", "from", f"{nodes.cluster.network}.1"):
+        said, _ = process.communicate(timeout=100)
+    assert process.returncode == 1, said
+    assert "; no answer from ranks 2, 3 on node2.\n" in said
+
+
+# --- on GPUs ---
+
+LOOP = """
+import os, time, torch, torch.distributed as dist
+torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+dist.init_process_group("nccl")
+buffer = torch.ones(int(os.environ["BYTES"]) // 4, device="cuda")
+for series in range(6):
+    torch.cuda.synchronize()
+    start = time.perf_counter()
+    for _ in range(50):
+        dist.all_reduce(buffer)
+    torch.cuda.synchronize()
+    if dist.get_rank() == 0:
+        print("seconds", (time.perf_counter() - start) / 50, flush=True)
+dist.destroy_process_group()
+"""
+
+
+@pytest.mark.multi_gpu
+def test_bandwidth_is_that_of_a_plain_loop(tmp_path, corpus):
+    """256 MB with NCCL; the loop's first series warms the GPUs up and does not count."""
+    ranks, size = torch.cuda.device_count(), 2**28
+    (tmp_path / "loop.py").write_text(LOOP)
+    figures = tmp_path / "figures.json"
+    flags = ("--save-dir", tmp_path / "outputs", "-d", corpus, "--output", figures)
+    done = run_script(*TORCHRUN, ranks, SCRIPT, *flags)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (series,) = json.loads(figures.read_text())["all_reduce"].values()
+    assert len(series) == 10 and str(size) in series
+    done = run_script(*TORCHRUN, ranks, tmp_path / "loop.py", BYTES=str(size))
+    assert done.returncode == 0, done.stderr
+    seconds = [float(text) for text in re.findall(r"^seconds (\S+)$", done.stdout, re.MULTILINE)]
+    plain = size / statistics.median(seconds[1:]) * 2 * (ranks - 1) / ranks / 1e9
+    assert series[str(size)]["GB/s"] == pytest.approx(plain, rel=0.1)
