@@ -5,6 +5,7 @@ import os
 import re
 import shlex
 import subprocess
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -121,10 +122,14 @@ def need_cluster() -> None:
 
 @pytest.fixture(scope="session")
 def cluster():
-    """Yield a cluster of node1 and node2, which is up until the last test has ended."""
+    """Yield a cluster of node1 and node2, which is up until the last test has ended.
+
+    Each process of pytest-xdist has one of its own.
+    """
     need_cluster()
-    cluster = Cluster("tests", "10.99.0")
-    with SCRIPT.open() as lock:
+    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    cluster = Cluster("tests" + "abcdefgh"[worker], f"10.99.{worker}")
+    with Path(tempfile.gettempdir(), f"{cluster.name}-cluster.lock").open("w") as lock:
         fcntl.flock(lock, fcntl.LOCK_EX)  # one test session at a time
         cluster.down()  # what a killed session has left
         cluster.up()

@@ -33,15 +33,14 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip what this machine lacks, and say what it is.
 
-    With pytest-xdist, a process gets whole files, whose tests share what fixtures have started, and
-    one process all those with a cluster.
+    With pytest-xdist a process gets whole files, whose tests share what fixtures have started; those
+    with a cluster take longest and begin first.
     """
-    gpus = torch.cuda.device_count()
     on_cluster = {item.path for item in items if item.get_closest_marker("slurm")}
+    if "PYTEST_XDIST_WORKER" in os.environ:
+        items.sort(key=lambda item: item.path not in on_cluster)
+    gpus = torch.cuda.device_count()
     for item in items:
-        if config.pluginmanager.hasplugin("xdist"):
-            name = "cluster" if item.path in on_cluster else item.path.name
-            item.add_marker(pytest.mark.xdist_group(name))
         if item.get_closest_marker("gpu") and gpus < 1:
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
         if item.get_closest_marker("multi_gpu") and gpus < 2:

@@ -240,14 +240,12 @@ def test_failed_up_shows_the_log_and_leaves_nothing_behind(machine, tmp_path, da
     )
     fake.chmod(0o755)
     before = machine.footprint()
-    start = time.monotonic()
     result = machine.script("up", PATH=f"{tmp_path}:{os.environ['PATH']}")
     assert machine.footprint() == before
     assert result.returncode == 1
     sentence, log, undone = result.stderr.splitlines()
     assert sentence.endswith(f"-{daemon}.log:") and f"-{daemon} has ended." in sentence
     assert (log, undone) == ("no way", UNDONE)
-    assert time.monotonic() - start < 15
 
 
 def test_up_goes_over_what_a_crash_has_left(machine):

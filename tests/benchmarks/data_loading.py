@@ -220,7 +220,7 @@ def main() -> None:
     os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")  # as in every worker
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, help="JSON file to write")
-    parser.add_argument("--rounds", type=int, default=2, help="runs of each row, in turn")
+    parser.add_argument("--rounds", type=int, default=3, help="runs of each row, in turn")
     parser.add_argument("--folder", type=Path, help="on the disk to measure, if not for /tmp")
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -204,7 +204,7 @@ def summarize(runs: dict[str, list[dict]]) -> dict[str, object]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, help="JSON file to write")
-    parser.add_argument("--rounds", type=int, default=2, help="processes of each mode")
+    parser.add_argument("--rounds", type=int, default=3, help="processes of each mode")
     parser.add_argument("--mode", help="what a process that this one starts measures")
     parser.add_argument("--changes", action="store_true", help="the same")
     args = parser.parse_args()

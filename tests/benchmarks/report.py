@@ -443,6 +443,37 @@ def recovery(found) -> list[str]:
     return rows
 
 
+@table(result("soak"))
+def soak(found) -> list[str]:
+    what = {
+        "worker": "`kill -9` of a rank",
+        "worker twice": "the same, and of one that starts in its place",
+        "launcher": "`kill -9` of a torchrun",
+        "save, worker": "a rank, during a save",
+        "save, launcher": "a torchrun, during a save",
+        "cable, short": "a cable out for 0.3 to 3 seconds",
+        "cable, long": "a cable out until Slurm misses the node",
+    }
+    rows = [
+        "| what is hit | hits | who starts it again | seconds without a step | steps lost |",
+        "|---|---:|---|---:|---:|",
+    ]
+    for kind, name in what.items():
+        each = found["kinds"][kind]
+        again = sorted(each["started_again_by"].items(), key=lambda item: -item[1])
+        by = ", ".join(who if len(again) == 1 else f"{who} {n}" for who, n in again)
+        if each["stages"]:
+            name += f" ({', '.join(f'{stage} {n}' for stage, n in each['stages'].items())})"
+        cells = [str(each["hits"]), by, spread(each["standstill_s"]), spread(each["steps_lost"], 0)]
+        rows.append(f"| {name} | {' | '.join(cells)} |")
+    rows.append(
+        f"| all, in {len(found['runs'])} runs: {found['steps_compared']:,} steps compared, "
+        f"{found['steps_trained']:,} trained, {found['complaints']} missing, doubled or different "
+        f"| {found['hits']} | | | |"
+    )
+    return rows
+
+
 # --- chapter 3, determinism ---
 
 ALGORITHMS = {
