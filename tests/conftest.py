@@ -33,8 +33,8 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip what this machine lacks, and say what it is.
 
-    With pytest-xdist a process gets whole files, whose tests share what fixtures have started; those
-    with a cluster take longest and begin first.
+    With pytest-xdist a process gets whole files, whose tests share what fixtures have started.
+    Those with a cluster take longest and begin first.
     """
     on_cluster = {item.path for item in items if item.get_closest_marker("slurm")}
     if "PYTEST_XDIST_WORKER" in os.environ:
