@@ -13,10 +13,10 @@ diff:  ## what a chapter changes: make diff CHAPTER=2
 	@git diff --no-index 0$$(($(CHAPTER) - 1))-*/train_llm.py 0$(CHAPTER)-*/train_llm.py || [ $$? -eq 1 ]
 
 test: lint  ## lint, then all tests that this machine can run, less the slow ones
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder -m "not slow"
+	$(BIN)/python -m pytest -n 3 --dist loadgroup --no-loadscope-reorder -m "not slow"
 
 test-all: lint  ## the slow ones too
-	$(BIN)/python -m pytest -n 3 --dist loadfile --no-loadscope-reorder
+	$(BIN)/python -m pytest -n 3 --dist loadgroup --no-loadscope-reorder
 
 lint: .venv/.test
 	$(BIN)/ruff check .

@@ -87,14 +87,16 @@ def main() -> None:
         last = f"step {before[-1]} is the last equal one" if before else "no logged step is equal"
         shown = ", ".join(f"{key} by {value:.1e}" for key, value in found.items())
         print(f"they part at step {step}: {shown}; {last}")
+    differ = False
     paths = [{path.name: path for path in folder.glob("checkpoints/step-*")} for folder in folders]
     for name in sorted(paths[0].keys() & paths[1].keys()):
         one, two = (read_checkpoint(each[name]) for each in paths)
         names = sorted(one.keys() | two.keys())
         wrong = [key for key in names if not is_equal(one.get(key), two.get(key))]
+        differ |= bool(wrong)
         shown = ", ".join(wrong[:4]) + (", ..." if len(wrong) > 4 else "")
         print(f"{name}: {len(wrong)} of {len(names)} values differ: {shown}".removesuffix(": "))
-    sys.exit(1 if parted else 0)
+    sys.exit(1 if parted or differ else 0)
 
 
 if __name__ == "__main__":

@@ -1,6 +1,6 @@
 """Check nodes and network before a run: one process per device, started as train_llm.py is.
 
-srun --ntasks-per-node 2 python 03-multi-node/preflight.py
+MASTER_ADDR=node1 MASTER_PORT=29501 srun --ntasks-per-node 2 python 03-multi-node/preflight.py
 
 Ends with one sentence and status 0 if all is sound, 1 if a fault was found, 2 for bad input.
 """
@@ -280,6 +280,41 @@ def compare(what: str, values: dict[str, object]) -> list[str]:
     return faults
 
 
+def find_other_folders(save_dir: str, seen: dict[str, list[str]]) -> list[str]:
+    """Return a fault for each node that has another folder of that name than the majority.
+
+    seen: by node, the nodes whose files it sees there, itself among them.
+    """
+    faults = compare("save folder", {node: f"files of {', '.join(s)}" for node, s in seen.items()})
+    if not faults and any(len(nodes) < len(seen) for nodes in seen.values()):
+        faults = ["save folder: files come to the other nodes too late"]
+    return [f"{fault} in {save_dir}, which all nodes must share" for fault in faults]
+
+
+def find_wrong_clocks(clocks: dict[str, tuple[float, float]]) -> list[str]:
+    """Return a fault for each node whose clock is not that of the majority.
+
+    clocks: by node, rank 0's first: (seconds ahead of rank 0's, doubt). Without a majority rank 0's
+    counts as right.
+    """
+
+    def is_off(node: str, right: float) -> bool:
+        ahead, doubt = clocks[node]
+        return abs(ahead - right) - doubt > MAX_CLOCK_OFFSET_S
+
+    def agree(right: float) -> int:
+        return sum(not is_off(node, right) for node in clocks)
+
+    right = max((ahead for ahead, _ in clocks.values()), key=agree)  # of several, the first
+    whose = "the others'" if 2 * agree(right) > len(clocks) > 2 else "rank 0's"
+    return [
+        f"clock: {node} is {clocks[node][0] - right:+.4f} s from {whose}, "
+        f"give or take {clocks[node][1]:.4f} s"
+        for node in clocks
+        if is_off(node, right)
+    ]
+
+
 def far_below(values: dict[str, float], factor: float) -> dict[str, float]:
     """Return how many times less than the median of all others each has that is below by `factor`.
 
@@ -298,11 +333,13 @@ def find_slow(kind: str, series: dict[str, dict], factor: float, least: float | 
     links are.
 
     series: by name, {bytes: {"GB/s": ...}}; the largest size that all have counts.
-    factor: how many times slower than the others is too slow, from 1 MiB on. least: GB/s, or None.
+    factor: how many times slower than the others is too slow, if any came to 1 MiB or more.
+    least: GB/s, or None.
     """
-    size = min((max(each) for each in series.values()), default=0)
+    largest = [max(each) for each in series.values()]
+    size = min(largest, default=0)
     rates = {name: each[size]["GB/s"] for name, each in series.items()}
-    slow = far_below(rates, factor) if size >= COMPARED_FROM else {}
+    slow = far_below(rates, factor) if max(largest, default=0) >= COMPARED_FROM else {}
     slow |= {name: 0.0 for name in rates if least and rates[name] < least and name not in slow}
     faults = []
     for node in dict.fromkeys(end for name in rates for end in name.split(" - ")):
@@ -501,7 +538,7 @@ def check_folder(meeting: Meeting, args: argparse.Namespace) -> list[str]:
     """Let each node leave a file in --save-dir and look for those of the others."""
     meeting.begin("looking for one another's files in --save-dir", args.timeout)
     folder = Path(args.save_dir) / f".preflight-{meeting.gather('name', uuid.uuid4().hex)[0]}"
-    error, seen = None, 0
+    error, seen = None, []
     if meeting.rank in meeting.firsts:
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -511,11 +548,12 @@ def check_folder(meeting: Meeting, args: argparse.Namespace) -> list[str]:
     errors = meeting.gather_nodes("written", error)  # from here on they are there
     deadline = time.monotonic() + min(SEEN_WITHIN_S, args.timeout / 2)
     while meeting.rank in meeting.firsts and not any(errors.values()):
-        seen = sum((folder / str(first)).exists() for first in meeting.firsts)
-        if seen == len(meeting.firsts) or time.monotonic() > deadline:
+        there = zip(meeting.nodes, meeting.firsts, strict=True)
+        seen = [node for node, first in there if (folder / str(first)).exists()]
+        if len(seen) == len(meeting.firsts) or time.monotonic() > deadline:
             break
         time.sleep(0.1)
-    counts = meeting.gather_nodes("seen", seen)
+    views = meeting.gather_nodes("seen", seen)
     if meeting.rank in meeting.firsts:
         shutil.rmtree(folder, ignore_errors=True)
     if any(errors.values()):
@@ -524,11 +562,10 @@ def check_folder(meeting: Meeting, args: argparse.Namespace) -> list[str]:
             for node, why in errors.items()
             if why
         ]
-    if blind := [node for node, count in counts.items() if count < len(meeting.firsts)]:
-        who = f"{', '.join(blind)} did not see the files of all others"
-        return [f"save folder: {args.save_dir} is not one folder for all nodes, {who}"]
-    meeting.say(f"same   save folder: {args.save_dir}")
-    return []
+    faults = find_other_folders(args.save_dir, views)
+    if not faults:
+        meeting.say(f"same   save folder: {args.save_dir}")
+    return faults
 
 
 def check_clocks(meeting: Meeting, args: argparse.Namespace) -> tuple[list[str], dict]:
@@ -538,14 +575,12 @@ def check_clocks(meeting: Meeting, args: argparse.Namespace) -> tuple[list[str],
     for peer in meeting.firsts[1:]:
         if meeting.rank in (0, peer):
             offset = measure_clock(meeting, peer)
-    clocks = dict(list(meeting.gather_nodes("clock", offset).items())[1:])
-    faults = []
-    for node, (ahead, doubt) in clocks.items():
+    first, *others = meeting.gather_nodes("clock", offset).items()
+    clocks = {first[0]: (0.0, 0.0), **dict(others)}
+    faults = find_wrong_clocks(clocks)
+    for node, (ahead, doubt) in others if not faults else ():
         text = f"clock: {node} is {ahead:+.4f} s from rank 0's, give or take {doubt:.4f} s"
-        if abs(ahead) - doubt > MAX_CLOCK_OFFSET_S:
-            faults.append(text)
-        else:
-            meeting.say(f"same   {text}")
+        meeting.say(f"same   {text}")
     return faults, clocks
 
 
@@ -574,7 +609,9 @@ def check_network(meeting: Meeting, device: torch.device, args) -> tuple[list[st
     if len(nodes) > 1:
         everyone = list(range(meeting.world_size))
         series["all"] = measure(sizes, everyone, dist.group.WORLD, *common_args)
-        two_sizes = sorted({sizes[0], max(series["all"]["seconds"])})
+        # One link can be so slow that all ranks together came to small sizes only.
+        largest = max(*series["all"]["seconds"], min(COMPARED_FROM, sizes[-1]))
+        two_sizes = sorted({sizes[0], largest})
         pairs = list(itertools.combinations(nodes, 2))
         if len(nodes) > ALL_PAIRS:
             pairs = list(itertools.pairwise([*nodes, next(iter(nodes))]))

@@ -302,11 +302,13 @@ def suspicions(nodes: list[Node]) -> list[str]:
         where = ", ".join(
             f"{len(node.spinning())} of {len(node.gpus())} on {node.name}" for node in spinning
         )
+        # Beside GPUs that wait, the one that works is the one they wait for.
         others = [
             f"GPU {number} of {node.name}"
             for node in nodes
             for number, gpu in enumerate(node.gpus())
-            if gpu["busy"] is not None and gpu["busy"] < BUSY and gpu["processes"]
+            if gpu["processes"] and number not in node.spinning()
+            if node in spinning or (gpu["busy"] is not None and gpu["busy"] < BUSY)
         ]
         lines.append(
             f"Busy near idle power for {seconds:.0f} s: {where}. This is how a collective looks "

@@ -30,15 +30,19 @@ CHAPTERS = sorted(path.parent.name for path in ROOT.glob("[0-9][0-9]-*/train_llm
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 
 
+@pytest.hookimpl(tryfirst=True)  # pytest-xdist then sees the groups
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip what this machine lacks, and say what it is.
 
-    With pytest-xdist a process gets whole files, whose tests share what fixtures have started.
-    Those with a cluster take longest and begin first.
+    With pytest-xdist a process gets whole files, whose tests share what fixtures have started. One
+    gets all those with a cluster, which take longest and begin first.
     """
     on_cluster = {item.path for item in items if item.get_closest_marker("slurm")}
     if "PYTEST_XDIST_WORKER" in os.environ:
         items.sort(key=lambda item: item.path not in on_cluster)
+        for item in items:
+            name = "cluster" if item.path in on_cluster else item.path.name
+            item.add_marker(pytest.mark.xdist_group(name))
     gpus = torch.cuda.device_count()
     for item in items:
         if item.get_closest_marker("gpu") and gpus < 1:

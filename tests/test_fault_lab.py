@@ -89,6 +89,10 @@ def test_skipped_collective(lab):
     # DETAIL does not wait for the timeout.
     assert re.search(r"Rank 0 is running collective: .*OpType=ALLREDUCE, TensorShape=\[2\]", text)
     assert "Detected mismatch between collectives on ranks" in text
+    # Each is right of itself, and says of the other what that one does not do.
+    own = re.findall(r"^(\d)\| .*ranks\. Rank \1 is running [^,]*, OpType=ALLREDUCE, ", text, re.M)
+    assert sorted(own) == ["0", "1"]
+    assert re.search(r"but Rank 1 is running collective: [^,]*OpType=ALLGATHER_COALESCED", text)
 
 
 def test_detail_checks_no_ddp_on_gloo(tmp_path):
@@ -173,6 +177,8 @@ def test_no_route(lab):
     assert "out of reach (ifa != nullptr. Unable to find address for: ib7)" in text
     assert "RendezvousConnectionError: The connection to the C10d store has failed" in text
     assert re.search(r"the interfaces of this machine.*\n.*\blo", text)
+    assert "is there a way to 198.51.100.1, and does somebody answer?" in text
+    assert re.search(r"^(no answer within 2 s: |a connection to it: )", text, re.MULTILINE)
 
 
 @pytest.mark.slow
@@ -266,12 +272,12 @@ def call(tmp_path, monkeypatch, capsys):
     return run
 
 
-def test_planted_fault_that_does_not_come_is_noticed(call):
+def test_planted_mending_that_does_not_help_is_noticed(call):
     status, text = call("shapes", "--fixed", "--dist-timeout", 2, PADDED="")
     assert status == 1 and "NOT AS IT SHOULD BE: both ranks have the whole sum" in text
 
 
-def test_planted_mending_that_does_not_help_is_noticed(call):
+def test_planted_fault_that_does_not_come_is_noticed(call):
     """A crash that is none: the training comes to its end."""
     status, text = call("crash", CRASH=" import sys\n+import json\n")
     assert status == 1 and "NOT AS IT SHOULD BE: torchrun ends with status 1" in text

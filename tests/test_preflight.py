@@ -19,10 +19,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
+from cluster import Cluster, need_cluster
 from conftest import ROOT, TORCHRUN, free_port, run_script
 from runner import Ranks, finish, load_script, place_of, start
+from test_multi_node import NODES, Lab
 from torch.distributed import TCPStore
 
+from common import rng
 from common.cli import InputError
 
 SCRIPT = ROOT / "03-multi-node/preflight.py"
@@ -109,6 +112,44 @@ def test_small_all_reduces_are_not_compared():
     """A busy core makes them ten times slower: seen on sound nodes."""
     small = {name: {1024: link[2**20]} for name, link in SLOWED.items()}
     assert preflight.find_slow("link", small, 2.0, None) == []
+
+
+def test_a_link_too_slow_for_large_sizes_is_compared_all_the_same():
+    """It stops below 1 MiB, where the others went on."""
+    crawls = {name: {**link, 1024: {"GB/s": 0.001}} for name, link in SLOWED.items()}
+    crawls["node1 - node2"] = {1024: {"GB/s": 0.0001}}
+    (fault,) = preflight.find_slow("link", crawls, 2.0, None)
+    assert fault.startswith("bandwidth: link node1 - node2 has 0.0001 GB/s, 10.0 times less")
+
+
+def test_a_wrong_clock_is_the_one_that_is_not_the_majoritys():
+    right = {"node1": (0.0, 0.0), "node2": (0.0001, 0.0001), "node3": (-0.0002, 0.0001)}
+    assert preflight.find_wrong_clocks(right) == []
+    (fault,) = preflight.find_wrong_clocks({**right, "node2": (90.0, 0.0001)})
+    assert fault == "clock: node2 is +90.0000 s from the others', give or take 0.0001 s"
+    # Rank 0's own: all others are off from it.
+    first = {"node1": (0.0, 0.0)} | dict.fromkeys(("node2", "node3", "node4"), (90.0, 0.01))
+    (fault,) = preflight.find_wrong_clocks(first)
+    assert fault == "clock: node1 is -90.0000 s from the others', give or take 0.0000 s"
+    # One against one, two against two: from rank 0's.
+    (fault,) = preflight.find_wrong_clocks({"node1": (0.0, 0.0), "node2": (90.0, 0.01)})
+    assert fault == "clock: node2 is +90.0000 s from rank 0's, give or take 0.0100 s"
+    four = {**right, "node2": (90.0, 0.01), "node4": (90.0, 0.01)}
+    assert [fault.split()[1] for fault in preflight.find_wrong_clocks(four)] == ["node2", "node4"]
+    assert preflight.find_wrong_clocks({"node1": (0.0, 0.0), "node2": (1.5, 0.6)}) == []  # in doubt
+
+
+def test_a_folder_of_its_own_is_that_of_the_node_that_has_it():
+    seen = {"node1": ["node1", "node2"], "node2": ["node1", "node2"], "node3": ["node3"]}
+    assert preflight.find_other_folders("/tmp/out", seen) == [
+        "save folder: node3 has files of node3, the others files of node1, node2 in /tmp/out, "
+        "which all nodes must share"
+    ]
+    whole = {node: list(seen) for node in seen}
+    assert preflight.find_other_folders("/tmp/out", whole) == []
+    late = {node: ["node1", "node2"] for node in seen}
+    (fault,) = preflight.find_other_folders("/tmp/out", late)
+    assert fault.startswith("save folder: files come to the other nodes too late in /tmp/out")
 
 
 def test_one_link_alone_is_only_slow_against_a_number_that_is_given():
@@ -386,22 +427,22 @@ if "pause" in words:
 
 
 class Nodes:
-    """Runs the check with srun on two nodes of the cluster."""
+    """Runs the check with srun on all nodes of the cluster."""
 
-    def __init__(self, cluster, folder: Path) -> None:
-        self.cluster, self.folder, self.port = cluster, folder, 21000
+    def __init__(self, cluster, folder: Path, count: int = 2) -> None:
+        self.cluster, self.folder, self.count, self.port = cluster, folder, count, 21000
         (folder / "hook").mkdir()
         (folder / "hook/sitecustomize.py").write_text(HOOK)
         texts = json.dumps([f"Text number {n}, of many words. " * 20 for n in range(50)])
         (folder / "corpus.json").write_text(texts)
         (folder / "other.json").write_text(texts.replace("number 7,", "number 8,"))
-        self.shell("srun", "-N2", "cp", folder / "corpus.json", "/run/corpus.json")
+        self.shell("srun", f"-N{count}", "cp", folder / "corpus.json", "/run/corpus.json")
 
     def shell(self, *command: object) -> str:
         return self.cluster.shell(*command)
 
     def start(self, *args, tasks=2, kill=1, shell="exec", plant="", **env) -> subprocess.Popen:
-        """Start the check on both nodes; `shell`: what each task does first."""
+        """Start the check on all nodes; `shell`: what each task does first."""
         self.port += 1
         places = {
             "MASTER_ADDR": "node1",
@@ -413,7 +454,12 @@ class Nodes:
             **env,
         }
         script = f'{shell} {sys.executable} "$SCRIPT" "$@"'
-        words = ["srun", "-N2", f"--ntasks-per-node={tasks}", f"--kill-on-bad-exit={kill}"]
+        words = [
+            "srun",
+            f"-N{self.count}",
+            f"--ntasks-per-node={tasks}",
+            f"--kill-on-bad-exit={kill}",
+        ]
         flags = ["--save-dir", self.folder / "outputs", *QUICK, *CORPUS, *args]
         return subprocess.Popen(
             [*words, "bash", "-c", script, "task", *map(str, flags)],
@@ -501,8 +547,8 @@ def test_all_that_is_different_on_node2(nodes, tmp_path):
         rf"code: node2 has {checksums} for common/rng.py, rank 0's node1 {checksums}",
         rf"torch: node2 has 2.12.0\+planted, rank 0's node1 {re.escape(torch.__version__)}",
         rf"data: node2 has {checksums} for checksum, rank 0's node1 {checksums}",
-        r"save folder: /run/outputs is not one folder for all nodes, node1, node2 did not see "
-        "the files of all others",
+        r"save folder: node2 has files of node2, rank 0's node1 files of node1 in /run/outputs, "
+        "which all nodes must share",
         r"clock: node2 is \+(?:89|90)\.\d+ s from rank 0's, give or take 0\.\d+ s",
     ]
     faults = re.findall(r"^FAULT  (.*)$", said, re.MULTILINE)
@@ -550,6 +596,97 @@ def test_a_link_slowed_down_with_tc(nodes):
     assert rate and 0.001 < float(rate[1]) < 0.0027, sentence
     status, said = nodes.check(*flags, tasks=1)
     assert status == 0, said
+
+
+@pytest.mark.slurm
+@pytest.mark.slow
+def test_one_slow_node_of_three_with_the_default_thresholds(tmp_path):
+    """Sound, none of the links is taken for slow. At 4 Mbit/s all ranks do not come to 1 MiB."""
+    need_cluster()
+    trio = Cluster("trio", "10.97.0")
+    trio.down()
+    trio.up(3)
+    try:
+        nodes = Nodes(trio, tmp_path, count=3)
+        status, said = nodes.check("--max-bytes", 2**20, tasks=1)
+        assert status == 0, said
+        assert last_sentence(said).startswith("Sound: 3 ranks on 3 nodes, all-reduce of 1,048,576")
+        eth0 = ("ip", "netns", "exec", "trio-node2", "tc", "qdisc", "add", "dev", "eth0", "root")
+        trio.shell(*eth0, "tbf", "rate", "4mbit", "burst", "64kb", "latency", "400ms")
+        status, said = nodes.check("--max-bytes", 2**20, tasks=1)
+        assert status == 1, said
+        assert "bandwidth: every link of node2 is slow; " in last_sentence(said)
+        assert "link node1 - node3 has" not in said
+    finally:
+        trio.down()
+
+
+def block_of_the_page(word: str) -> str:
+    """Return the block of preflight.md that has this word in it."""
+    page = (ROOT / "03-multi-node/preflight.md").read_text()
+    (block,) = (b for b in re.findall(r"```bash cluster\n(.*?)```", page, re.S) if word in b)
+    return block
+
+
+@pytest.mark.slurm
+@pytest.mark.slow
+def test_as_a_line_of_the_job_file(cluster, tmp_path):
+    """The page's line where the page puts it, in a copy of job.sbatch; then the training."""
+    lab = Lab(cluster, tmp_path)
+    (tmp_path / "copy").mkdir()
+    for path in ROOT.glob("*"):
+        if path.name in ("03-multi-node", "common"):
+            shutil.copytree(path, tmp_path / "copy" / path.name)
+    job = tmp_path / "copy/03-multi-node/job.sbatch"
+    place = "# This shell outlives the signals"
+    assert job.read_text().count(place) == 1
+    line = block_of_the_page("${HEAD%:*}").replace("|| exit", "--max-bytes 4096 || exit")
+    job.write_text(job.read_text().replace(place, line + place))
+    env = {"PYTHONPATH": tmp_path / "copy", "DATA": tmp_path / "corpus.json", "NPROC_PER_NODE": 2}
+    number = lab.submit(job, "checked", "--max-steps", 4, **env)
+    assert lab.ends(number) == "COMPLETED", lab.log("checked")
+    said = lab.log("checked")
+    assert said.index("Sound: 4 ranks on 2 nodes") < said.index("step 4/4")
+    # A node with other code: the job ends before it trains.
+    shutil.copytree(tmp_path / "copy/common", tmp_path / "old/common")
+    (tmp_path / "old/common/rng.py").write_text("# yesterday's\n" + Path(rng.__file__).read_text())
+    old = f"export PYTHONPATH={tmp_path}/old:{tmp_path}/copy;"
+    there = f"if [[ $(hostname) == node2 ]]; then {old} fi; exec {sys.executable}"
+    words = f"=2 bash -c '{there} \"$@\"' task 03"
+    job.write_text(job.read_text().replace('=2 "$PYTHON" 03', words))
+    number = lab.submit(job, "refused", "--max-steps", 4, **env)
+    assert lab.ends(number) == "FAILED", lab.log("refused")
+    assert "Not sound, 1 fault: code: node2 has " in lab.log("refused")
+    assert "step 4/4" not in lab.log("refused")
+
+
+@pytest.mark.slurm
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", ["mpirun", "torchrun"])
+def test_with_other_launchers_as_the_page_has_them(cluster, tmp_path, launcher):
+    lab = Lab(cluster, tmp_path)
+    root = {"OMPI_ALLOW_RUN_AS_ROOT": 1, "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": 1}
+    env = lab.environment("check", MASTER_ADDR="node1", MASTER_PORT=21999, **root)
+    env["PYTHONPATH"] = str(ROOT)
+    word = {"mpirun": "mpirun -np", "torchrun": "--rdzv-id preflight"}[launcher]
+    line = block_of_the_page(word).strip()
+    line += f" --max-bytes 4096 --save-dir {tmp_path}/outputs -d {tmp_path}/corpus.json"
+    if launcher == "mpirun":
+        env["OMPI_MCA_plm_rsh_agent"] = f"ssh -F {cluster.ssh_config}"
+        # mpirun's helpers hand on only what they are told to.
+        line = line.replace("-x MASTER_PORT", "-x MASTER_PORT -x PYTHONPATH -x PATH")
+        enter = [()]
+    else:
+        enter = [lab.enter(node) for node in NODES]
+    # What mpirun and torchrun call python is the environment's.
+    words = [[*node, "bash", "-c", f"cd {ROOT} && {line}"] for node in enter]
+    processes = [
+        subprocess.Popen(each, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        for each in words
+    ]
+    said = [process.communicate(timeout=120)[0] for process in processes]
+    assert [process.returncode for process in processes] == [0] * len(enter), said
+    assert "Sound: 4 ranks on 2 nodes" in "".join(said)
 
 
 @pytest.mark.slurm

@@ -216,6 +216,10 @@ def test_gpus_that_spin_are_marked_and_the_other_one_is_named():
     ]
     for usual in (TRAINING, IDLE):
         assert len(table({"node1": gpus(usual)}).splitlines()) == 2
+    # The one that works on is named too: only rank 0 evaluates, and all others wait for it.
+    works = gpus(WAITING)
+    works["gpus"][3] |= {"busy": 100, "power": 650.0}
+    assert table({"node1": works}).splitlines()[-1].endswith("; not in it: GPU 3 of node1.")
     shown = table({"node1": gpus(WAITING)}, every_gpu=True).splitlines()[1:9]
     assert [line.endswith("busy near idle power") for line in shown] == [n != 3 for n in range(8)]
 

@@ -449,8 +449,8 @@ def soak(found) -> list[str]:
         "worker": "`kill -9` of a rank",
         "worker twice": "the same, and of one that starts in its place",
         "launcher": "`kill -9` of a torchrun",
-        "save, worker": "a rank, during a save",
-        "save, launcher": "a torchrun, during a save",
+        "save, worker": "a rank, during a save or just after",
+        "save, launcher": "a torchrun, likewise",
         "cable, short": "a cable out for 0.3 to 3 seconds",
         "cable, long": "a cable out until Slurm misses the node",
     }

@@ -28,7 +28,7 @@ from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
 
-from machine import write_result
+from machine import describe_machine, write_result
 
 REPOSITORY = Path(__file__).parents[2]
 sys.path.append(str(REPOSITORY / "tests"))
@@ -318,6 +318,7 @@ class Soak(Lab):
         steps = [step for step, shares in self.shares(name).items() for _ in shares]
         return {
             "run": name,
+            "commit": describe_machine()["commit"],  # another one after --append
             "hits": number - first,
             "steps": len({m["step"] for m in self.metrics(name)}),
             "steps_trained": len(steps) // len(NODES),
