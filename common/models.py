@@ -63,7 +63,7 @@ def not_found(kind: str, name: str, presets: tuple[str, ...], cause: Exception) 
             f"{text}, it is not in the cache, and the hub ({constants.ENDPOINT}) cannot be "
             f"reached; {WORKS_OFFLINE}."
         )
-    return InputError(f"{text}, and the hub does not give it: {_first_line(cause)}")
+    return InputError(f"{text}, and the hub does not give it: {first_line(cause)}")
 
 
 def resolve_model(name: str, kind: str = "model") -> str:
@@ -79,7 +79,7 @@ def resolve_model(name: str, kind: str = "model") -> str:
     return name
 
 
-def _cannot_load(kind: str, name: str, lacks: str, cause: Exception) -> InputError:
+def cannot_load(kind: str, name: str, lacks: str, cause: Exception) -> InputError:
     """Return why nothing could be loaded: what a local folder lacks, or what the hub has not."""
     if Path(name).is_dir():
         return InputError(f"The folder {name} has no {lacks}")
@@ -96,8 +96,8 @@ def load_config(name: str) -> PretrainedConfig:
     try:
         config = AutoConfig.from_pretrained(resolve_model(name), use_cache=False)
     except (OSError, ValueError) as error:
-        lacks = f"usable config.json: {_first_line(error)}"
-        raise _cannot_load("model", name, lacks, error) from error
+        lacks = f"usable config.json: {first_line(error)}"
+        raise cannot_load("model", name, lacks, error) from error
     encoder = getattr(config, "is_decoder", None) is False
     if (
         type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
@@ -122,7 +122,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError) as error:
-        raise _cannot_load("tokenizer", name, lacks, error) from error
+        raise cannot_load("tokenizer", name, lacks, error) from error
     if len(tokenizer) <= len(tokenizer.all_special_ids):  # what transformers makes of no files
         raise InputError(f"The folder {name} has no {lacks}")
     if tokenizer.eos_token_id is None:
@@ -144,8 +144,8 @@ def load_pretrained(name: str, config: PretrainedConfig) -> PreTrainedModel:
     try:
         return AutoModelForCausalLM.from_pretrained(resolve_model(name), config=config, **options)
     except (OSError, ValueError) as error:
-        lacks = f"usable weights: {_first_line(error)}"
-        raise _cannot_load("model", name, lacks, error) from error
+        lacks = f"usable weights: {first_line(error)}"
+        raise cannot_load("model", name, lacks, error) from error
 
 
 def find_blocks(model: PreTrainedModel) -> list[nn.Module]:
@@ -182,5 +182,5 @@ def check_sizes(
     return seq_length or min(positions, 1024)
 
 
-def _first_line(error: Exception) -> str:
+def first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

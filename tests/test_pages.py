@@ -31,6 +31,7 @@ HEADINGS = [
     *("What you learn", "Run it", "What changes", "How it works", "What it costs"),
     *("When it breaks", "Exercises", "Next"),
 ]
+SCRIPTS = r"train_(llm|classifier)\.py|launch(_\w+)?\.sh"  # what runs for long
 NEEDS = {"gpu", "cluster", "local_cluster", "hub"}
 LANGUAGES = (["bash"], ["diff"], ["text"], ["python"], ["mermaid"])
 
@@ -178,7 +179,7 @@ def flags_of(script: str) -> set[str]:
     """Return the flags that stand in the script, or in what its launch file starts."""
     path = ROOT / script
     if path.suffix == ".sh":
-        path = path.with_name("train_llm.py")
+        path = path.with_name(f"train_{'classifier' if 'classifier' in path.stem else 'llm'}.py")
     known = re.findall(r'"(--?[a-z][\w-]*)"', path.read_text()) if path.exists() else []
     return {*known, "--help", "-h"}
 
@@ -421,7 +422,7 @@ def test_command(command, checkout, tmp_path):
     if words[:2] == ["make", "train"]:
         arguments = next((word[5:] for word in words if word.startswith("ARGS=")), "")
         command = f"make train ARGS='{arguments} {added}'"
-    elif re.search(r"train_llm\.py|launch(_\w+)?\.sh", command) and words[0] not in ("git", "diff"):
+    elif re.search(SCRIPTS, command) and words[0] not in ("git", "diff"):
         command = re.sub(r"(\s#.*)?$", f" {added}", command)
     elif "compare.py" in command:
         command += " --seconds 20"  # begins no row after them
@@ -433,7 +434,8 @@ def test_command(command, checkout, tmp_path):
     )
     assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
     if added in command:
-        assert len(list(tmp_path.glob("*/state.json"))) == 1
+        left = "best/config.json" if "classifier" in command else "state.json"
+        assert len(list(tmp_path.glob(f"*/{left}"))) == 1
 
 
 def test_make_knows_the_lines_that_the_page_spells_out():

@@ -1,0 +1,199 @@
+"""Documents with a class each: where they come from, and which of them are to train, to test."""
+
+import hashlib
+import re
+import sysconfig
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+from torch.utils.data import Dataset
+from transformers import PreTrainedTokenizerBase
+
+from common.cli import InputError
+from common.models import not_found, prepare_for_hub
+from common.sources import BUILT_IN, NOT_CODE, TABLE_SUFFIXES
+from common.tables import import_datasets
+
+if TYPE_CHECKING:
+    import datasets
+
+SPLITS = ("train", "validation", "test")
+PACKAGES = ("asyncio", "email", "importlib", "multiprocessing", "unittest", "xml")
+DEAL = ("train", "train", "validation", "test", "train")  # a package's files, the largest first
+
+
+class Example(NamedTuple):
+    """index: in its split, or -1 for a filler. tokens: all but the label's words."""
+
+    index: int
+    tokens: list[int]
+    label: int
+
+
+@dataclass
+class Examples(Dataset):
+    """A split. `encode` adds the tokens, and how many terms of the loss each example has."""
+
+    texts: list[str] = field(default_factory=list)
+    labels: list[int] = field(default_factory=list)
+    tokens: list[list[int]] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def __getitem__(self, index: int) -> Example:
+        return Example(index, self.tokens[index], self.labels[index])
+
+    def lengths(self) -> list[int]:
+        """Return how many tokens each example has, less the label's words."""
+        return [len(tokens) for tokens in self.tokens]
+
+
+def load_examples(
+    name: str, subset: str | None, text_column: str, label_column: str
+) -> tuple[list[str], dict[str, Examples]]:
+    """Return the names of the classes, and the three splits by name.
+
+    name: python-stdlib, a table's file, a folder of tables or a hub id. A split that it lacks is a
+    tenth of its training split, by a checksum of the text. Raises InputError for what cannot be
+    read or has no such columns, for fewer than two classes, and for a split without examples.
+    """
+    if name == BUILT_IN:
+        classes, rows = list(PACKAGES), _stdlib_pieces()
+    else:
+        classes, rows = _table_rows(name, subset, text_column, label_column)
+    splits = {split: Examples() for split in SPLITS}
+    for split, text, label in rows:
+        splits[split].texts.append(text)
+        splits[split].labels.append(label)
+    if empty := [split for split in SPLITS if not len(splits[split])]:
+        raise InputError(
+            f"The {empty[0]} part of {name} is empty: give more rows that have a text."
+        )
+    if len(present := set(splits["train"].labels)) == 1:
+        only = classes[present.pop()]
+        raise InputError(f"All training rows of {name} are of the class {only!r}: give others too.")
+    return classes, splits
+
+
+def _stdlib_pieces() -> list[tuple[str, str, int]]:
+    """Return (split, paragraph of code, package); a file is in one split with all that it holds."""
+    root, rows = Path(sysconfig.get_paths()["stdlib"]), []
+    for label, package in enumerate(PACKAGES):
+        paths = {path.relative_to(root).as_posix(): path for path in (root / package).rglob("*.py")}
+        names = [name for name in paths if not NOT_CODE.search(name)]
+        names.sort(key=lambda name: (-paths[name].stat().st_size, name))
+        for number, name in enumerate(names):
+            text = paths[name].read_text(encoding="utf-8", errors="replace")
+            pieces = [piece.strip("\n") for piece in re.split(r"\n\s*\n", text)]
+            split = DEAL[number % len(DEAL)]
+            rows += [(split, piece, label) for piece in pieces if piece.count("\n") >= 2]
+    # What stands in several files, as a license does, would stand in several splits.
+    times = Counter(piece for _, piece, _ in rows)
+    return [row for row in rows if times[row[1]] == 1]
+
+
+def _load_table(name: str, subset: str | None) -> "datasets.DatasetDict":
+    path = Path(name)
+    if path.is_file() and path.suffix not in TABLE_SUFFIXES:
+        raise InputError(f"The file {name} does not end in one of: {' '.join(TABLE_SUFFIXES)}.")
+    if not path.exists():
+        prepare_for_hub("data set", name)
+    load_dataset = import_datasets().load_dataset
+    try:
+        if path.is_file():
+            return load_dataset(TABLE_SUFFIXES[path.suffix], data_files=name)
+        return load_dataset(name, subset)
+    except Exception as error:  # the library wraps what its readers raise in many classes
+        if not path.exists():
+            raise not_found("data set", name, (BUILT_IN,), error) from error
+        cause = (str(error.__cause__ or error).splitlines() or [type(error).__name__])[0]
+        raise InputError(f"Cannot read {name} as a data set: {cause}") from error
+
+
+def _table_rows(
+    name: str, subset: str | None, text_column: str, label_column: str
+) -> tuple[list[str], list[tuple[str, str, int]]]:
+    """Return the names of the classes and (split, text, class) of the rows that have a text."""
+    table = _load_table(name, subset)
+    if "train" not in table:
+        raise InputError(f"{name} has no split named train, only: {', '.join(table)}.")
+    features = table["train"].features
+    strings = [c for c, f in features.items() if "string" in str(getattr(f, "dtype", ""))]
+    wanted = {"text": (text_column, strings), "label": (label_column, list(features))}
+    for flag, (column, columns) in wanted.items():
+        if column not in columns:
+            raise InputError(
+                f"{name} has no {flag} column {column!r}: give --{flag}-column one of "
+                f"{', '.join(columns)}."
+            )
+    names = getattr(features[label_column], "names", None)  # of a hub's ClassLabel: -1 is no label
+    rows = []
+    for split in (split for split in SPLITS if split in table):
+        columns = (table[split][text_column], table[split][label_column])
+        found = [
+            (split, text, None if names and label == -1 else label)
+            for text, label in zip(*columns, strict=True)
+            if text is not None and text.strip()
+        ]
+        without = sum(label is None for _, _, label in found)
+        if without < len(found) or split == "train":  # or a test whose labels are kept secret
+            rows += found
+            if without:
+                raise InputError(
+                    f"{without} of {len(found)} rows in the {split} split of {name} have no label "
+                    f"in the column {label_column!r}: give each one, or delete them."
+                )
+    values = {v if isinstance(v, str | int | float) else str(v) for _, _, v in rows}
+    if len(values) > max(2, len(rows) // 2):
+        raise InputError(
+            f"The column {label_column!r} of {name} has {len(values)} different values in "
+            f"{len(rows)} rows, so it holds no classes: give another --label-column."
+        )
+    order = list(range(len(names))) if names else sorted(values)
+    present = {split for split, _, _ in rows}
+    missing = [split for split in SPLITS if split not in present]
+    numbered = []
+    for split, text, value in rows:
+        share = hashlib.sha256(text.encode(errors="surrogatepass")).digest()[0] % 10
+        cut = split == "train" and share < len(missing)
+        numbered.append((missing[share] if cut else split, text, order.index(value)))
+    return [str(name) for name in names or order], numbered
+
+
+def encode(
+    splits: dict[str, Examples],
+    classes: list[str],
+    tokenizer: PreTrainedTokenizerBase,
+    seq_length: int,
+    prompt: str | None,
+) -> list[list[int]]:
+    """Add tokens and counts to the splits, texts cut at their end to fit into seq_length tokens.
+
+    prompt: with {text} in it, for a model without a head; then returned are the tokens of each
+    class's words, end-of-text after them, so that no class begins with another one. Else nothing.
+    Raises InputError for a prompt without {text}, or one that leaves no token for it.
+    """
+    before, after, words, room = [], [], [], seq_length
+    if prompt is not None:
+        if prompt.count("{text}") != 1:
+            raise InputError(f"--prompt {prompt!r} must hold {{text}}, once.")
+        parts = [*prompt.split("{text}"), *(f" {name}" for name in classes)]
+        before, after, *words = tokenizer(parts, add_special_tokens=False)["input_ids"]
+        words = [[*tokens, tokenizer.eos_token_id] for tokens in words]
+        room -= len(before) + len(after) + max(map(len, words))
+        if room < 1:
+            raise InputError(
+                f"The prompt and the longest label take {seq_length - room} tokens, and with "
+                f"--seq-length {seq_length} none is left for the text: shorten them."
+            )
+    for examples in splits.values():
+        texts = tokenizer(
+            examples.texts, truncation=True, max_length=room, add_special_tokens=prompt is None
+        )["input_ids"]
+        examples.tokens = [before + tokens + after for tokens in texts]
+        examples.counts = [len(words[label]) if words else 1 for label in examples.labels]
+    return words
