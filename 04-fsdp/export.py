@@ -4,26 +4,20 @@ python 04-fsdp/export.py outputs/my-run my-model
 """
 
 import argparse
-import json
 import re
 import shlex
 import tempfile
-import warnings
 from contextlib import suppress
-from itertools import chain
 from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
-from torch import nn
-from torch.distributed.checkpoint import CheckpointException
-from transformers import AutoModelForCausalLM, GenerationConfig
+from transformers import GenerationConfig
 from transformers.utils.logging import disable_progress_bar
 
-from common import cli, launch, models
+from common import cli, launch, models, runs
 from common.cli import InputError, at_least
-from common.record import FORMAT, describe_model, measure_file
 
 
 def file_size(text: str) -> str:
@@ -48,7 +42,6 @@ def get_args() -> argparse.Namespace:
 
 def main() -> None:
     args = get_args()
-    warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
     disable_progress_bar()
 
     # --- run ---
@@ -57,37 +50,15 @@ def main() -> None:
         raise InputError(f"{target} exists already: give a folder that does not, or delete it.")
     if str(target) in models.PRESET_NAMES:
         raise InputError(f"{target} is the name of a preset: give the folder another one.")
-    record_file = args.run / "state.json"
-    try:
-        record = json.loads(record_file.read_text(encoding="utf-8"))
-        training, checkpoints = record["training"], record["checkpoints"]
-        if record["format"] != FORMAT:
-            raise ValueError(f"format {record['format']}, not {FORMAT}")
-        kept = {c["step"]: c for c in checkpoints if (args.run / c["path"]).is_dir()}
-    except (FileNotFoundError, NotADirectoryError) as error:
-        reason = "there is no such folder" if not args.run.exists() else "it has no state.json"
-        raise InputError(
-            f"{args.run} is no run's folder with a complete checkpoint: {reason}."
-        ) from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{record_file} is damaged ({error!r}): restore it.") from error
-    if not kept:
-        raise InputError(f"The run {args.run} has no complete checkpoint: its folders are gone.")
-    step = args.step or max(kept)
-    if step not in kept:
-        steps = ", ".join(map(str, sorted(kept)))
-        raise InputError(f"The run {args.run} keeps no checkpoint of step {step}, only of {steps}.")
+    kept = runs.find_kept(args.run, args.step)
 
     # --- model ---
     config = models.load_config(args.model_name)
     config.use_cache = True  # for who generates with it; training turns it off by itself
-    with torch.device("meta"):  # names and shapes, no memory
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    if describe_model(model) != training["model"]:
-        name = args.model_name
-        raise InputError(f"The run {args.run} was trained with another model than {name}: give -m.")
     tokenizer = models.load_tokenizer(args.tokenizer_name or args.model_name)
-    models.check_sizes(config, tokenizer, training["seq_length"])
+    models.check_sizes(config, tokenizer, None)  # a preset takes the tokenizer's size
+    model = runs.build_on_meta(kept, config, args.model_name)
+    models.check_sizes(config, tokenizer, kept.training["seq_length"])
     # What the model's own says of generating, if it has one: more end tokens, a temperature.
     with suppress(OSError, ValueError):
         generation_config = GenerationConfig.from_pretrained(models.resolve_model(args.model_name))
@@ -95,34 +66,12 @@ def main() -> None:
         model.generation_config = generation_config
 
     # --- weights ---
-    checkpoint = args.run / kept[step]["path"]
-    for name, expected in kept[step]["files"].items():
-        if measure_file(checkpoint / name) != expected:
-            others = ", ".join(str(other) for other in sorted(kept) if other != step)
-            way_out = f"give another --step ({others})" if others else "no other step is kept"
-            raise InputError(f"The checkpoint file {checkpoint / name} is damaged: {way_out}.")
-    dtype = args.param_dtype or training["param_dtype"]
-    # A tied weight once. Not the tables that a model computes itself: no checkpoint has them.
-    persistent = model.state_dict().keys()
-    weights = {
-        name: torch.empty(
-            tensor.shape,
-            dtype=getattr(torch, dtype) if isinstance(tensor, nn.Parameter) else tensor.dtype,
-        )
-        for name, tensor in chain(model.named_parameters(), model.named_buffers())
-        if name in persistent
-    }
-    try:
+    runs.check_files(kept)
+    dtype = args.param_dtype or kept.training["param_dtype"]
+    weights = runs.empty_weights(model, getattr(torch, dtype))
+    with runs.reading(kept.path):
         # Reads the parts of all ranks into the tensors, and no moments: nobody asks for them.
-        dcp.load({"model": weights}, checkpoint_id=checkpoint, no_dist=True)
-    except CheckpointException as error:  # holds what was raised, Ctrl-C as well
-        cause = next(iter(error.failures.values()))[0]
-        if not isinstance(cause, OSError):
-            raise cause from error
-        raise InputError(
-            f"The checkpoint {checkpoint} cannot be read ({cause.strerror}): if the run went on "
-            "and deleted it, start this once more."
-        ) from error
+        dcp.load({"model": weights}, checkpoint_id=kept.path, no_dist=True)
     model.load_state_dict(weights, strict=False, assign=True)  # these tensors, no copies
     model.tie_weights()
     assert not any(tensor.is_meta for tensor in model.state_dict().values())
@@ -146,8 +95,8 @@ def main() -> None:
     size = sum(file.stat().st_size for file in target.iterdir())
     name = shlex.quote(str(target))
     print(
-        f"{target}: step {step} of {args.run}, {model.num_parameters():,} parameters in {dtype}, "
-        f"{size / 1e6:,.1f} MB\n"
+        f"{target}: step {kept.step} of {args.run}, {model.num_parameters():,} parameters in "
+        f"{dtype}, {size / 1e6:,.1f} MB\n"
         f"to train it further: bash 04-fsdp/launch.sh --pretrained -m {name}\n"
         f"in Python: transformers.AutoModelForCausalLM.from_pretrained({str(target)!r})"
     )

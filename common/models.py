@@ -166,9 +166,14 @@ def check_sizes(
 ) -> int:
     """Return the sequence length in tokens: the one asked for, or the model's positions up to 1024.
 
-    Raises InputError if the model has fewer positions than that, or fewer embeddings than the
-    tokenizer has tokens.
+    A preset has no weights yet: where the tokenizer is not its own, it takes the tokenizer's size,
+    up to a multiple of 64, and its end-of-text token. Raises InputError if the model has fewer
+    positions than the sequence, or fewer embeddings than the tokenizer has tokens.
     """
+    preset = Path(config.name_or_path).parent == PRESETS
+    if preset and tokenizer and tokenizer.name_or_path != str(PRESETS / "tokenizer"):
+        config.vocab_size = -(-len(tokenizer) // 64) * 64
+        config.eos_token_id = tokenizer.eos_token_id
     positions = getattr(config, "max_position_embeddings", None) or seq_length or 1024
     if seq_length is not None and seq_length > positions:
         raise InputError(

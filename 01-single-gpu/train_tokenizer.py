@@ -1,0 +1,147 @@
+"""Train a tokenizer on the training part of a corpus, and measure it on the evaluation part.
+
+python 01-single-gpu/train_tokenizer.py my-tokenizer
+"""
+
+import argparse
+import shlex
+import tempfile
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from transformers import PreTrainedTokenizerFast
+
+from common import cli, launch
+from common.cli import InputError, at_least
+from common.models import PRESET_NAMES
+from common.sources import find_source
+
+if TYPE_CHECKING:
+    import datasets
+
+END_OF_TEXT = "<|endoftext|>"  # stands after each document, and gets the number 0
+UNKNOWN = "<|unknown|>"  # in place of what is not in a vocabulary of words or of characters
+N_BYTES = 256
+DOCUMENTS_PER_BATCH = 32
+# A word takes the space before it along, so that texts come back with their spaces; what is written
+# without spaces is cut into its characters.
+NO_SPACES = r"\p{Han}\p{Hiragana}\p{Katakana}"
+WORD = rf"[{NO_SPACES}]| ?[\w&&[^{NO_SPACES}]]+| ?[^\w\s]|\n+| +|\s"
+CHARACTER = r"[\s\S]"
+KINDS = {"bpe": "byte-level BPE", "word": "words", "character": "characters"}
+
+
+def get_args() -> argparse.Namespace:
+    parser = cli.ArgumentParser(description=__doc__)
+    add = parser.add_argument
+    add("target", type=Path, help="folder to write; must not exist yet")
+    add("-d", "--dataset-name", default="python-stdlib", help="preset, file, folder or hub id")
+    add("--dataset-subset", help="configuration of a hub data set")
+    add("--text-column", help="column to train on (if absent: text)")
+    add("--kind", default="bpe", choices=list(KINDS), help="what a token is")
+    add("--vocab-size", default=4096, type=at_least(3), help="tokens, at most")
+    add("--min-frequency", default=2, type=at_least(1), help="times that a token must occur")
+    return parser.parse_args()
+
+
+def main() -> None:
+    args = get_args()
+    target = args.target
+    if target.is_file() or (target.is_dir() and any(target.iterdir())):
+        raise InputError(f"{target} exists already: give a folder that does not, or delete it.")
+    if str(target) in PRESET_NAMES:
+        raise InputError(f"{target} is the name of a preset: give the folder another one.")
+    if args.kind == "bpe" and args.vocab_size <= N_BYTES:
+        raise InputError(f"All bytes and an end are {N_BYTES + 1} tokens: give --vocab-size more.")
+
+    source = find_source(args.dataset_name, args.dataset_subset, args.text_column)
+    parts = dict(zip(("training", "evaluation"), source.load(), strict=True))
+    sizes = {part: sum(map(len, texts(documents))) for part, documents in parts.items()}
+    for part, size in sizes.items():
+        if not size:
+            raise InputError(f"The {part} part of {args.dataset_name} is empty: give more text.")
+    tokenizer = train(args.kind, args.vocab_size, args.min_frequency, parts["training"])
+    counts = measure(tokenizer, parts["evaluation"])
+
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        # Under its name only when it is complete, whenever this process is killed.
+        with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as folder:
+            unfinished = Path(folder) / target.name
+            tokenizer.save_pretrained(unfinished)
+            unfinished.replace(target)
+    except Exception as error:  # the library that writes has none but this class for a full disk
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(
+            f"{target} could not be written ({reason}): make room, or give another folder."
+        ) from error
+    known_tokens = 1 - counts["unknown tokens"] / counts["tokens"]
+    known_characters = 1 - counts["unknown characters"] / sizes["evaluation"]
+    print(
+        f"{target}: {KINDS[args.kind]}, {len(tokenizer):,} tokens, made of the "
+        f"{sizes['training']:,} characters for training of {args.dataset_name}\n"
+        f"on the {sizes['evaluation']:,} characters for evaluation: "
+        f"{counts['tokens'] / sizes['evaluation']:.3f} tokens per character\n"
+        f"of these, the vocabulary knows {known_characters:.2%} of the characters, "
+        f"{known_tokens:.2%} of the tokens; {counts['unknown tokens']:,} are unknown\n"
+        "to train with it: python 01-single-gpu/train_llm.py --tokenizer-name "
+        f"{shlex.quote(str(target))}"
+    )
+
+
+def texts(documents: "datasets.Dataset") -> Iterator[str]:
+    """Yield one document after the other; a few at a time are in memory."""
+    for batch in documents.iter(DOCUMENTS_PER_BATCH):
+        yield from batch["text"]
+
+
+def train(
+    kind: str, vocab_size: int, min_frequency: int, documents: "datasets.Dataset"
+) -> PreTrainedTokenizerFast:
+    """Return a tokenizer of at most vocab_size tokens, the same one for the same documents.
+
+    min_frequency: of a pair that BPE merges (https://arxiv.org/abs/1508.07909), of a word, of a
+    character; what is rarer gets no token.
+    """
+    common = {"vocab_size": vocab_size, "min_frequency": min_frequency, "show_progress": False}
+    special = {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT}
+    if kind == "bpe":
+        tokenizer = Tokenizer(models.BPE())
+        # Bytes, not characters, so that no text at all is outside the vocabulary.
+        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        tokenizer.decoder = decoders.ByteLevel()
+        tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
+        alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+        trainer = trainers.BpeTrainer(
+            special_tokens=[END_OF_TEXT], initial_alphabet=alphabet, **common
+        )
+    else:
+        tokenizer = Tokenizer(models.WordLevel(unk_token=UNKNOWN))
+        pattern = Regex(WORD if kind == "word" else CHARACTER)
+        tokenizer.pre_tokenizer = pre_tokenizers.Split(pattern, "isolated")  # nothing is left out
+        tokenizer.decoder = decoders.Fuse()  # left to itself, it would put spaces between tokens
+        trainer = trainers.WordLevelTrainer(special_tokens=[END_OF_TEXT, UNKNOWN], **common)
+        special["unk_token"] = UNKNOWN
+    tokenizer.train_from_iterator(texts(documents), trainer)
+    options = {"tokenizer_object": tokenizer, "clean_up_tokenization_spaces": False}
+    return PreTrainedTokenizerFast(**options, **special)
+
+
+def measure(tokenizer: PreTrainedTokenizerFast, documents: "datasets.Dataset") -> Counter[str]:
+    """Count tokens, and the unknown among them with the characters that they stand for."""
+    counts = Counter()
+    for text in texts(documents):
+        encoding = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
+        counts["tokens"] += len(encoding)
+        pairs = zip(encoding.ids, encoding.offsets, strict=True)
+        unknown = [end - start for i, (start, end) in pairs if i == tokenizer.unk_token_id]
+        counts["unknown tokens"] += len(unknown)
+        counts["unknown characters"] += sum(unknown)
+    return counts
+
+
+if __name__ == "__main__":
+    launch.run(main)

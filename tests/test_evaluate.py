@@ -1,0 +1,340 @@
+"""What a model is worth on a text: each token counts once, on any number of ranks."""
+
+import json
+import math
+import os
+import sys
+import types
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from conftest import ROOT, load_script, random_texts, read_metrics
+from runner import ask_ranks, finish, place_of, start
+from tokenizers import Tokenizer, pre_tokenizers
+from tokenizers.models import WordLevel
+from torch.distributed import TCPStore
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+
+from common import launch, models, runs
+from common.sources import find_source
+
+SCRIPT = ROOT / "01-single-gpu/evaluate.py"
+SMALL = ["-s", 32, "--global-batch-size", 6, "--max-steps", 4, "--eval-freq", 4]
+RUNS = {
+    "gpt2": ("-m", "gpt2-tiny"),
+    "llama": ("-m", "llama-tiny"),
+    "half": ("-m", "gpt2-tiny", "--param-dtype", "bfloat16"),
+}
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Path:
+    """Return a folder with a corpus, three runs that were trained on it, and a folder of one."""
+    folder = tmp_path_factory.mktemp("saved")
+    (folder / "corpus.json").write_text(json.dumps(random_texts(30)))
+    args = ["-d", folder / "corpus.json", *SMALL, "--save-dir", folder]
+    for name, own in RUNS.items():
+        assert finish(start([*args, *own, "-e", name])) == 0
+    trained = runs.load_trained(str(folder / "llama"), "llama-tiny", None, None)
+    trained.model.save_pretrained(folder / "llama-folder")
+    trained.tokenizer.save_pretrained(folder / "llama-folder")
+    return folder
+
+
+@pytest.fixture
+def evaluate(monkeypatch, capfd, saved, tmp_path):
+    """Return a function that runs the script in this process and returns what it wrote as JSON."""
+    for name in launch.PLACE:  # the script sets them: back to what they were at the end
+        monkeypatch.setenv(name, "0")
+        monkeypatch.delenv(name)
+
+    def run(name: str, *args: object, plant: Callable = lambda script: None) -> dict:
+        script = load_script(SCRIPT)
+        plant(script)
+        output = tmp_path / "facts.json"
+        words = ["evaluate.py", saved / name, "--output", output]
+        words += ["-m", "llama-tiny"] if name == "llama" else []
+        words += [] if "-d" in args else ["-d", saved / "corpus.json"]
+        monkeypatch.setattr(sys, "argv", [str(word) for word in (*words, *args)])
+        script.main()
+        facts = json.loads(output.read_text())
+        output.unlink()
+        return facts
+
+    return run
+
+
+def tokens_of(saved: Path, split: str) -> list[int]:
+    """Return a part of the corpus as one line of tokens, without the code for training's data."""
+    tokenizer = models.load_tokenizer("gpt2-tiny")
+    train, evaluation = find_source(str(saved / "corpus.json"), None, None).load()
+    texts = {"train": train, "evaluation": evaluation}[split]["text"]
+    return [token for text in texts for token in [*tokenizer(text)["input_ids"], 0]]
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_without_overlap_it_is_the_number_of_the_run(name, evaluate, saved):
+    facts, last = evaluate(name), read_metrics(saved / name)[-1]
+    for key, own in (("loss", "eval_loss"), ("perplexity",) * 2, ("bits_per_byte",) * 2):
+        assert facts[key] == pytest.approx(last[own], rel=1e-6), key
+    n_tokens = len(tokens_of(saved, "evaluation"))
+    assert facts["tokens"] == n_tokens and facts["scored_tokens"] == n_tokens // 32 * 31
+    assert (facts["seq_length"], facts["stride"], facts["split"]) == (32, 32, "evaluation")
+
+
+def losses_of(model, tokens: list[int], seq_length: int, stride: int) -> list[float]:
+    """Return the loss of each token but the first, each by a forward pass of its own."""
+    losses = []
+    for position in range(1, len(tokens)):
+        begin = max(0, -(-(position + 1 - seq_length) // stride) * stride)
+        begin = min(begin, len(tokens) - seq_length)
+        with torch.no_grad():
+            logits = model(torch.tensor([tokens[begin:position]])).logits[0, -1]
+        losses.append(-logits.log_softmax(0)[tokens[position]].item())
+    return losses
+
+
+def score_the_overlap_twice(script) -> None:
+    find = script.find_windows
+
+    def wrong(*args: int) -> tuple[np.ndarray, np.ndarray]:
+        begins, _ = find(*args)
+        return begins, begins + 1
+
+    script.find_windows = wrong
+
+
+@pytest.mark.parametrize("stride", [1, 5, 31])
+def test_each_token_has_its_context_and_counts_once(stride, evaluate, saved):
+    trained = runs.load_trained(str(saved / "gpt2"), "gpt2-tiny", None, None)
+    tokens = tokens_of(saved, "evaluation")
+    losses = losses_of(trained.model, tokens, 32, stride)
+    facts = evaluate("gpt2", "--stride", stride)
+    assert facts["scored_tokens"] == len(tokens) - 1
+    assert facts["loss"] == pytest.approx(np.mean(losses), rel=1e-6)
+    wrong = evaluate("gpt2", "--stride", stride, plant=score_the_overlap_twice)
+    if stride < 31:
+        assert wrong["scored_tokens"] > len(tokens) - 1
+    assert wrong["loss"] != pytest.approx(facts["loss"], rel=1e-6)
+
+
+def scored(windows: tuple[np.ndarray, np.ndarray], seq_length: int) -> Counter:
+    """Return how often each token is scored; each has something before it in its window."""
+    found = Counter()
+    for begin, first in zip(*windows, strict=True):
+        assert begin < first <= begin + seq_length
+        found.update(range(first, begin + seq_length))
+    return found
+
+
+def test_windows():
+    """All short lines: every token once, with at least what the stride leaves before it."""
+    find = load_script(SCRIPT).find_windows
+    for seq_length in (2, 3, 8):
+        for n_tokens in range(seq_length, 30):
+            for stride in range(1, seq_length + 1):
+                windows = find(n_tokens, seq_length, stride)
+                expected = set(range(1, n_tokens))
+                if stride == seq_length:
+                    whole = n_tokens // seq_length * seq_length
+                    expected = {token for token in range(whole) if token % seq_length}
+                found = scored(windows, seq_length)
+                assert found == Counter(expected), (n_tokens, seq_length, stride)
+                for begin, first in list(zip(*windows, strict=True))[1:]:
+                    assert first - begin >= max(1, seq_length - stride)
+    script = load_script(SCRIPT)
+    score_the_overlap_twice(script)
+    assert max(scored(script.find_windows(20, 8, 3), 8).values()) > 1
+
+
+# --- ranks ---
+
+
+def mean_of_means(script) -> None:
+    """Plant: each rank's mean counts the same, however many tokens it has."""
+
+    def all_reduce(total: torch.Tensor) -> None:
+        total[0] /= total[1]
+        total[1] = 1
+        dist.all_reduce(total)
+
+    script.dist = types.SimpleNamespace(**{**vars(dist), "all_reduce": all_reduce})
+
+
+def the_same_windows(script) -> None:
+    """Plant: each rank takes all windows."""
+    make = script.make_batches
+    script.make_batches = lambda windows, *args: make(script.all_windows, *args)
+    find = script.find_windows
+
+    def note(*args: int) -> tuple[np.ndarray, np.ndarray]:
+        script.all_windows = [(script.line, b, f) for b, f in zip(*find(*args), strict=True)]
+        return find(*args)
+
+    script.find_windows = note
+    script.np = types.SimpleNamespace(
+        **{**vars(np), "memmap": lambda *a, **k: keep(script, *a, **k)}
+    )
+
+
+def keep(script, *args: object, **kwargs: object) -> np.ndarray:
+    script.line = np.memmap(*args, **kwargs)
+    return script.line
+
+
+def evaluate_ranks(rank: int, jobs: list[tuple], world_size: int, queue) -> None:
+    """Evaluate several times, each with a store of its own."""
+    os.chdir(ROOT)
+    for port, args, plant in jobs:
+        os.environ |= {k: str(v) for k, v in place_of(rank, world_size).items()}
+        os.environ["MASTER_PORT"] = str(port)
+        script = load_script(SCRIPT)
+        if plant:
+            plant(script)
+        sys.argv = ["evaluate.py", *map(str, args)]
+        script.main()
+    queue.put((rank, len(jobs)))
+
+
+@pytest.mark.parametrize("world_size", [2, 3])
+def test_ranks_give_the_same_number(world_size, evaluate, saved, tmp_path):
+    expected = evaluate("gpt2", "--stride", 20)
+    stores, jobs, outputs = [], [], []
+    for plant in (None, mean_of_means, the_same_windows):
+        stores.append(TCPStore("localhost", 0, is_master=True, wait_for_workers=False))
+        outputs.append(tmp_path / f"{len(outputs)}.json")
+        args = (
+            saved / "gpt2",
+            "-d",
+            saved / "corpus.json",
+            "--stride",
+            20,
+            "--output",
+            outputs[-1],
+        )
+        jobs.append((stores[-1].port, args, plant))
+    done = ask_ranks(world_size, evaluate_ranks, jobs, world_size, timeout=180)
+    assert done == [len(jobs)] * world_size
+    found, means, repeated = (json.loads(output.read_text()) for output in outputs)
+    for key in ("loss", "perplexity", "bits_per_byte"):
+        assert found[key] == pytest.approx(expected[key], rel=1e-6)
+    for key in ("tokens", "scored_tokens", "bytes"):
+        assert found[key] == expected[key]
+    assert found["ranks"] == world_size
+    assert means["loss"] != pytest.approx(expected["loss"], rel=1e-6)
+    assert repeated["scored_tokens"] == world_size * expected["scored_tokens"]
+
+
+# --- what it measures ---
+
+
+def save_letters(folder: Path, letters: str) -> Path:
+    """Save a tokenizer of these characters; all others are unknown."""
+    vocabulary = {letter: n for n, letter in enumerate(["<end>", "<unknown>", *letters])}
+    tokenizer = Tokenizer(WordLevel(vocabulary, "<unknown>"))
+    tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
+    special = {"eos_token": "<end>", "unk_token": "<unknown>"}
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
+    return folder
+
+
+def test_unknown_tokens_are_counted(evaluate, saved):
+    """They make a text look easy: what they stand for is never guessed."""
+    model = ("llama-folder", "-s", 32)  # a folder's weights take any tokenizer that is small enough
+    assert evaluate(*model)["unknown"] == 0
+    folder = save_letters(saved / "no-h", "abcdefg \n")
+    _, evaluation = find_source(str(saved / "corpus.json"), None, None).load()
+    expected = sum(text.count("h") for text in evaluation["text"])
+    assert evaluate(*model, "--tokenizer-name", folder)["unknown"] == expected > 10
+
+
+def test_bits_per_byte_is_of_the_text(evaluate, saved):
+    """A tokenizer of characters has other tokens and another loss, and the same bytes."""
+    folder = save_letters(saved / "letters", "abcdefgh \n")
+    before = evaluate("llama-folder", "-s", 32)
+    facts = evaluate("llama-folder", "-s", 32, "--tokenizer-name", folder)
+    assert facts["bytes"] == before["bytes"] and facts["tokens"] > 1.2 * before["tokens"]
+    _, evaluation = find_source(str(saved / "corpus.json"), None, None).load()
+    assert facts["bytes"] == sum(len(text.encode()) for text in evaluation["text"])
+    assert facts["tokens"] == facts["bytes"] + len(evaluation), "an end after each document"
+    assert facts["unknown"] == 0
+    for each in (before, facts):
+        bits = each["loss"] / math.log(2) * each["tokens"] / each["bytes"]
+        assert each["bits_per_byte"] == pytest.approx(bits, rel=1e-12)
+        assert each["perplexity"] == pytest.approx(math.exp(each["loss"]), rel=1e-9)
+
+
+def test_a_model_that_knows_nothing(evaluate, saved):
+    """All tokens are as likely: the loss is the logarithm of their number."""
+    model = AutoModelForCausalLM.from_config(models.load_config("gpt2-tiny"))
+    for parameter in model.parameters():
+        parameter.data.zero_()
+    model.save_pretrained(saved / "nothing")
+    models.load_tokenizer("gpt2-tiny").save_pretrained(saved / "nothing")
+    facts = evaluate("nothing", "-s", 16, "--stride", 3)
+    assert facts["loss"] == pytest.approx(math.log(4096), rel=1e-6)
+    assert facts["perplexity"] == pytest.approx(4096, rel=1e-5)
+
+
+def test_parts_and_batches(evaluate, saved):
+    found = {split: evaluate("gpt2", "--split", split) for split in ("train", "evaluation", "all")}
+    for key in ("tokens", "scored_tokens", "bytes"):
+        assert found["all"][key] == found["train"][key] + found["evaluation"][key]
+    assert found["train"]["tokens"] == len(tokens_of(saved, "train"))
+    sums = {split: facts["loss"] * facts["scored_tokens"] for split, facts in found.items()}
+    assert sums["all"] == pytest.approx(sums["train"] + sums["evaluation"], rel=1e-6)
+    for batch_size in (1, 100):
+        facts = evaluate("gpt2", "-b", batch_size)
+        assert facts["loss"] == pytest.approx(found["evaluation"]["loss"], rel=1e-6)
+
+
+def test_a_folder_is_its_run(evaluate):
+    run, folder = evaluate("llama"), evaluate("llama-folder", "-s", 32)
+    assert folder["loss"] == pytest.approx(run["loss"], rel=1e-6)
+    assert evaluate("llama-folder")["seq_length"] == 128, "its positions"
+
+
+def test_another_text(evaluate, tmp_path, capfd):
+    (tmp_path / "own.txt").write_text("Stra\u00dfe, \u65e5\u672c\u8a9e. " * 40)
+    facts = evaluate("gpt2", "-d", tmp_path / "own.txt", "--split", "all", "-s", 16)
+    assert facts["bytes"] == len((tmp_path / "own.txt").read_bytes())
+    said = capfd.readouterr().out.splitlines()
+    assert said[0].endswith(f"/gpt2 on the all part of {tmp_path}/own.txt")
+    assert f"{facts['bytes']:,} bytes" in said[2]
+    assert f"{facts['bits_per_byte']:.3f} bits per byte" in said[3] and len(said) == 4
+
+
+def test_bad_input(evaluate, saved, tmp_path, monkeypatch, capfd):
+    def refuse(*args: object) -> str:
+        monkeypatch.setattr(sys, "argv", ["evaluate.py", *map(str, args)])
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as exit_:
+            launch.run(load_script(SCRIPT).main)
+        out, err = capfd.readouterr()
+        lines = [line for line in err.splitlines() if not line.startswith("tokenized ")]
+        assert exit_.value.code == 2 and not out and len(lines) == 1, err
+        return lines[0]
+
+    run, data = saved / "gpt2", ("-d", saved / "corpus.json")
+    assert "There is no nope in" in refuse(tmp_path / "nope")
+    assert "neither a run's folder with a complete checkpoint" in refuse(tmp_path)
+    assert "--stride 33 would leave out tokens: give at most 32." in refuse(run, "--stride", 33)
+    assert "The model has 128 positions: --seq-length 129" in refuse(run, "-s", 129)
+    assert "There is no data set at '/nope.txt'" in refuse(run, "-d", "/nope.txt")
+    assert "has no text column 'text'" in refuse(saved / "gpt2", "-d", csv(tmp_path))
+    (tmp_path / "short.txt").write_text("A few words.")
+    assert "smaller than one block of 32 tokens" in refuse(run, "-d", tmp_path / "short.txt")
+    (tmp_path / "thesis").write_text("the only copy")
+    assert "thesis exists already" in refuse(run, *data, "--output", tmp_path / "thesis")
+    assert "cannot be written" in refuse(run, *data, "--output", tmp_path / "nope/facts.json")
+    assert (tmp_path / "thesis").read_text() == "the only copy"
+
+
+def csv(folder: Path) -> Path:
+    (folder / "table.csv").write_text("question,answer\n" + "why,because\n" * 9)
+    return folder / "table.csv"

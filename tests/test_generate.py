@@ -1,0 +1,443 @@
+"""What a model writes: the tokens that it says, whatever the batch, the cache and the folder."""
+
+import argparse
+import io
+import json
+import re
+import shutil
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT, load_script, random_texts
+from runner import finish, start
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationMixin,
+    PreTrainedModel,
+    RepetitionPenaltyLogitsProcessor,
+)
+
+from common import launch, models, runs
+from common.checkpoint import save_checkpoint
+from common.record import describe_model, measure_file
+
+SCRIPT = ROOT / "01-single-gpu/generate.py"
+NAMES = ["gpt2-tiny", "llama-tiny"]
+PROMPTS = ["def", "", "    for name in sorted(names):  # of several tokens", "class Reader:", "x"]
+DRAWN = ("--temperature", "1", "--top-k", "0", "--seed", "3")
+SAMPLINGS = {"greedy": ("--temperature", "0"), "drawn": DRAWN}
+
+
+def random_model(name: str) -> PreTrainedModel:
+    """Return a model that does not just repeat itself, and comes to an end now and then."""
+    model = AutoModelForCausalLM.from_config(models.load_config(name))
+    generator = torch.Generator().manual_seed(0)
+    for key, parameter in model.named_parameters():
+        std = 1.0 if parameter.dim() == 1 and not key.endswith("bias") else 0.1
+        nn.init.normal_(parameter.data, std=std, generator=generator)
+    model.lm_head.weight.data[0] *= {"gpt2-tiny": 8, "llama-tiny": 2}[name]  # the end's
+    return model.eval()
+
+
+def save_run(run_dir: Path, name: str, model: nn.Module, step: int = 7) -> None:
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    training = {"model": describe_model(model), "seq_length": 32, "param_dtype": "float32"}
+    schedule = LambdaLR(optimizer, lambda step: 1.0)
+    save_checkpoint(run_dir, model, optimizer, schedule, {"step": step}, training, keep=2)
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory) -> Path:
+    """Return a folder with a run of each model and one of its weights, and a file of prompts."""
+    folder = tmp_path_factory.mktemp("saved")
+    for name in NAMES:
+        model = random_model(name)
+        save_run(folder / name, name, model)
+        model.save_pretrained(folder / f"{name}-folder")
+        models.load_tokenizer(name).save_pretrained(folder / f"{name}-folder")
+    (folder / "prompts.txt").write_text("\n".join(PROMPTS) + "\n")
+    return folder
+
+
+@pytest.fixture
+def generate(monkeypatch, capfd):
+    """Return a function that runs the script in this process and returns (stdout, stderr)."""
+
+    def run(*args: object, stdin: str = "", plant: Callable = lambda script: None) -> tuple:
+        script = load_script(SCRIPT)
+        plant(script)
+        monkeypatch.setattr(sys, "argv", ["generate.py", *map(str, args)])
+        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+        capfd.readouterr()
+        script.main()
+        return capfd.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def ask(generate, saved, tmp_path):
+    """Return a function that returns the facts of each text."""
+
+    def run(name: str, *args: object, **options: object) -> list[dict]:
+        output = tmp_path / "texts.jsonl"
+        generate(
+            saved / name, "-m", name.removesuffix("-folder"), "--output", output, *args, **options
+        )
+        lines = output.read_text().splitlines()
+        output.unlink()
+        return [json.loads(line) for line in lines]
+
+    return run
+
+
+def likeliest(name: str, prompt: str, count: int) -> str:
+    """Return a greedy text by one forward pass of the whole text for each token."""
+    model, tokenizer = random_model(name), models.load_tokenizer(name)
+    ids = tokenizer(prompt)["input_ids"] or [tokenizer.eos_token_id]
+    for _ in range(count):
+        with torch.no_grad():
+            token = model(torch.tensor([ids])).logits[0, -1].argmax().item()
+        if token == tokenizer.eos_token_id:
+            break
+        ids.append(token)
+    return tokenizer.decode(ids, skip_special_tokens=True)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_greedy_texts_are_those_of_the_model(name, ask, saved):
+    """Many prompts padded to one length, with the cache, against one at a time without either."""
+    facts = ask(name, "--prompts", saved / "prompts.txt", "--temperature", 0)
+    expected = [likeliest(name, prompt, 64) for prompt in PROMPTS]
+    assert [each["text"] for each in facts] == expected
+    assert [each["prompt"] for each in facts] == PROMPTS
+    counts = [each["new_tokens"] for each in facts]
+    assert len(set(expected)) == len(PROMPTS) and max(counts) > 1 and min(counts) < 64
+
+
+def restart_positions(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Plant: each new token is at position 0, where the tokens before it come from the cache."""
+    prepare = GenerationMixin.prepare_inputs_for_generation
+
+    def wrong(self, *args: object, **kwargs: object) -> dict:
+        inputs = prepare(self, *args, **kwargs)
+        if inputs["input_ids"].shape[1] == 1:
+            inputs["position_ids"] = torch.zeros_like(inputs["position_ids"])
+        return inputs
+
+    monkeypatch.setattr(GenerationMixin, "prepare_inputs_for_generation", wrong)
+
+
+@pytest.mark.parametrize("sampling", SAMPLINGS)
+@pytest.mark.parametrize("name", NAMES)
+def test_the_cache_changes_no_text(name, sampling, ask, saved, monkeypatch):
+    args = (name, "--prompts", saved / "prompts.txt", "--max-new-tokens", 40, *SAMPLINGS[sampling])
+    asked, made = [], PreTrainedModel.__call__
+
+    def note(self, *args: object, **kwargs: object) -> object:
+        if hasattr(self, "lm_head"):  # the whole model, not the part below
+            asked.append(kwargs["input_ids"].shape[1])
+        return made(self, *args, **kwargs)
+
+    monkeypatch.setattr(PreTrainedModel, "__call__", note)
+    with_cache = ask(*args)
+    assert asked[0] > 1 and set(asked[1:]) == {1}, "one token a step"
+    asked.clear()
+    assert ask(*args, "--no-cache") == with_cache
+    assert asked == list(range(asked[0], asked[0] + len(asked))), "all tokens in each step"
+    restart_positions(monkeypatch)
+    assert ask(*args) != with_cache
+
+
+def no_mask(script) -> None:
+    pad = script.pad
+    script.pad = lambda rows: (pad(rows)[0], torch.ones_like(pad(rows)[1]))
+
+
+def pad_on_the_right(script) -> None:
+    pad = script.pad
+
+    def wrong(rows: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
+        ids, mask = pad([row[::-1] for row in rows])
+        return ids.flip(1), mask.flip(1)
+
+    script.pad = wrong
+
+
+def pad_with_the_end(script) -> None:
+    pad = script.pad
+    script.pad = lambda rows: (pad(rows)[0] * pad(rows)[1], pad(rows)[1])  # its id is 0
+
+
+def attention_of_training(script) -> None:
+    PreTrainedModel.set_attn_implementation = lambda self, name: None
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_batch_gives_the_texts_of_one_at_a_time(name, ask, saved, monkeypatch):
+    args = (name, "--prompts", saved / "prompts.txt", "--temperature", 0)
+    args += ("--repetition-penalty", 1.5)
+    single = ask(*args, "-b", 1)
+    assert any(each["new_tokens"] < 64 for each in single), "one comes to its end"
+    assert ask(*args, "-b", 5) == ask(*args, "-b", 2) == single
+    # Kept by monkeypatch, which puts it back after the plants.
+    monkeypatch.setattr(
+        PreTrainedModel, "set_attn_implementation", PreTrainedModel.set_attn_implementation
+    )
+    for plant in (no_mask, pad_on_the_right, attention_of_training):
+        assert ask(*args, "-b", 5, plant=plant) != single, plant
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_padding_is_no_text_for_the_penalty(name, ask, saved, monkeypatch):
+    """Also where it counts all ids of a row, as that of transformers 5.17 does."""
+    args = (name, "--prompts", saved / "prompts.txt", "--temperature", 0)
+    args += ("--repetition-penalty", 4)
+    single = ask(*args, "-b", 1)
+    create = RepetitionPenaltyLogitsProcessor.__init__
+    monkeypatch.setattr(
+        RepetitionPenaltyLogitsProcessor,
+        "__init__",
+        lambda self, penalty, **options: create(self, penalty),
+    )
+    assert ask(*args, "-b", 5) == single
+    assert ask(*args, "-b", 5, plant=pad_with_the_end) != single
+
+
+def first_tokens(ask, *args: object) -> set[str]:
+    facts = ask("gpt2-tiny", "-p", "def", "--max-new-tokens", 1, "-n", 300, "-b", 300, *args)
+    assert len(facts) == 300 and [each["sample"] for each in facts] == list(range(1, 301))
+    return {each["text"] for each in facts}
+
+
+def test_what_is_drawn_from(ask):
+    """Each argument leaves the tokens that it should, by the probabilities of the model."""
+    model, tokenizer = random_model("gpt2-tiny"), models.load_tokenizer("gpt2-tiny")
+    ids = tokenizer("def")["input_ids"]
+    with torch.no_grad():
+        logits = model(torch.tensor([ids])).logits[0, -1]
+    order = logits.argsort(descending=True)
+    texts = [tokenizer.decode([*ids, token], skip_special_tokens=True) for token in order.tolist()]
+    assert first_tokens(ask, "--temperature", 5, "--top-k", 4) == set(texts[:4])
+    shares = (logits[order] / 0.5).softmax(0).cumsum(0)
+    nucleus = int((shares < 0.6).sum()) + 1
+    drawn = first_tokens(ask, "--temperature", 0.5, "--top-k", 0, "--top-p", 0.6)
+    assert drawn <= set(texts[:nucleus]) and len(drawn) > 1
+    assert not first_tokens(ask, "--temperature", 5, "--top-k", 0) <= set(texts[:nucleus])
+    greedy = ask("gpt2-tiny", "-p", "def", "--temperature", 0)
+    for args in (("--top-k", 1), ("--top-p", 1e-6), ("--temperature", 1e-4)):
+        assert ask("gpt2-tiny", "-p", "def", *args) == greedy
+    assert ask("gpt2-tiny", "-p", "def", "--temperature", 0, "--repetition-penalty", 9) != greedy
+
+
+def test_the_seed_decides(ask):
+    args = ("gpt2-tiny", "-p", "def", *DRAWN, "-n", 3)
+    texts = ask(*args)
+    assert ask(*args) == texts and len({each["text"] for each in texts}) == 3
+    assert ask(*args, "--seed", 4) != texts
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_a_run_and_its_folder_write_the_same(name, ask):
+    for args in SAMPLINGS.values():
+        assert ask(name, "-p", "def", *args) == ask(f"{name}-folder", "-p", "def", *args)
+
+
+def test_settings_of_a_folder_do_not_count(ask, saved, tmp_path):
+    before = ask("gpt2-tiny-folder", "-p", "def", "--temperature", 0)
+    file = saved / "gpt2-tiny-folder/generation_config.json"
+    kept = file.read_text()
+    settings = {"do_sample": True, "temperature": 9.0, "no_repeat_ngram_size": 1, "eos_token_id": 5}
+    file.write_text(json.dumps(settings))
+    try:
+        assert ask("gpt2-tiny-folder", "-p", "def", "--temperature", 0) == before
+    finally:
+        file.write_text(kept)
+
+
+def other_model(name: str) -> PreTrainedModel:
+    model = random_model(name)
+    for parameter in model.parameters():
+        parameter.data.neg_()
+    return model
+
+
+def test_newest_checkpoint_and_another_one(generate, tmp_path):
+    save_run(tmp_path / "run", "gpt2-tiny", random_model("gpt2-tiny"), 3)
+    args = (tmp_path / "run", "-p", "def", "--temperature", 0)
+    old = generate(*args)
+    assert old.err == f"step 3 of {tmp_path}/run; greedy: always the likeliest token\n"
+    save_run(tmp_path / "run", "gpt2-tiny", other_model("gpt2-tiny"), 5)
+    new = generate(*args)
+    assert new.err.startswith("step 5 of ") and new.out != old.out
+    assert generate(*args, "--step", 3) == old
+
+
+def test_a_checkpoint_that_goes_while_it_is_read(generate, tmp_path, monkeypatch):
+    """The run has gone on and deleted it, so there is a newer one; otherwise it is an error."""
+    run = tmp_path / "run"
+    save_run(run, "gpt2-tiny", random_model("gpt2-tiny"), 3)
+    read, deleted = measure_file, []
+
+    def go_on(file: Path) -> dict | None:
+        if not deleted:
+            deleted.append(file)
+            save_run(run, "gpt2-tiny", other_model("gpt2-tiny"), 5)
+            shutil.rmtree(run / "checkpoints/step-00000003")
+        return read(file)
+
+    monkeypatch.setattr(runs.record, "measure_file", go_on)
+    assert generate(run, "-p", "def").err.startswith("step 5 of ")
+    deleted.clear()
+    (run / "checkpoints/step-00000005/.metadata").unlink()
+    monkeypatch.setattr(runs.record, "measure_file", read)
+    assert "step-00000005/.metadata is damaged" in refuse_here(generate, run, "-p", "def")
+
+
+def refuse_here(generate, *args: object) -> str:
+    with pytest.raises(runs.InputError) as error:
+        generate(*args)
+    return str(error.value)
+
+
+def test_while_it_trains(generate, tmp_path):
+    corpus = tmp_path / "corpus.json"
+    corpus.write_text(json.dumps(random_texts(40)))
+    args = ["-d", corpus, "-s", 16, "--global-batch-size", 2, "--max-steps", 2000]
+    args += ["--ckpt-freq", 1, "--keep-checkpoints", 1, "--save-dir", tmp_path, "-e", "run"]
+    process = start(args, stderr_file=str(tmp_path / "stderr"))
+    steps = []
+    while len(steps) < 4:
+        if (tmp_path / "run/state.json").exists():
+            said = generate(tmp_path / "run", "-p", "a b", "--max-new-tokens", 2)
+            assert said.out.startswith("a b")
+            steps.append(int(re.search(r"^step (\d+) of ", said.err, re.MULTILINE)[1]))
+        assert process.is_alive(), "the run ended before the texts were there"
+        time.sleep(0.05)
+    process.kill()
+    finish(process)
+    assert steps == sorted(steps) and steps[0] < steps[-1]
+
+
+def test_lines_of_stdin(generate, saved):
+    run = saved / "gpt2-tiny"
+    together = generate(run, "--temperature", 0, stdin="def\n\nclass Reader:").out
+    one_by_one = [
+        generate(run, "--temperature", 0, "-p", p).out for p in ("def", "", "class Reader:")
+    ]
+    assert together == "".join(one_by_one) and together.startswith("def")
+    assert generate(run).out == "", "nothing asked, nothing said"
+    twice = generate(run, *DRAWN, "--max-new-tokens", 9, stdin="def\ndef\n").out
+    (once, again) = twice.removeprefix("def").split("\ndef", 1)
+    assert once != again.rstrip("\n"), "a line that comes twice gets another text"
+    assert generate(run, *DRAWN, "--max-new-tokens", 9, stdin="def\ndef\n").out == twice
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_at_a_terminal(generate, saved, monkeypatch):
+    """A line that is too long does not end it there; in a pipe it does."""
+    monkeypatch.setattr(io, "StringIO", Terminal)
+    lines = f"{'word ' * 200}\ndef\n"
+    out, err = generate(saved / "gpt2-tiny", "--temperature", 0, stdin=lines)
+    assert out == likeliest("gpt2-tiny", "def", 64) + "\n"
+    assert "a prompt on each line, Ctrl-D ends" in err
+    assert err.splitlines()[1].startswith("The prompt 'word word word word word word ' has ")
+
+
+def test_several_texts_have_titles(generate, saved):
+    out = generate(saved / "gpt2-tiny", "-p", "def", "-n", 2, "--max-new-tokens", 3).out
+    assert out.startswith("--- sample 1 of 'def'\ndef") and "\n--- sample 2 of 'def'\ndef" in out
+
+
+def test_as_a_reader_starts_it(saved, tmp_path):
+    """In a pipe whose reader stops early, and with bytes that are no text."""
+    command = f"printf 'def\\nStra\\337e\\n%0100d\\n' 1 | {sys.executable} {SCRIPT} "
+    command += f"{saved}/gpt2-tiny --max-new-tokens 5 | head -n 1"
+    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0 and done.stdout.startswith("def")
+    assert done.stderr == f"step 7 of {saved}/gpt2-tiny; drawn with seed 0\n"
+
+
+@pytest.fixture
+def refuse(generate, monkeypatch, capfd):
+    """Return a function that expects a refusal and returns its one sentence."""
+
+    def run(*args: object) -> str:
+        monkeypatch.setattr(sys, "argv", ["generate.py", *map(str, args)])
+        monkeypatch.setattr(sys, "stdin", io.StringIO("def\n"))
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as exit_:
+            launch.run(load_script(SCRIPT).main)
+        out, err = capfd.readouterr()
+        assert exit_.value.code == 2 and not out, err
+        *said, sentence = err.splitlines()
+        assert all(line.startswith("step 7 of ") for line in said) and sentence.endswith("."), err
+        return sentence
+
+    return run
+
+
+def test_bad_input(refuse, saved, tmp_path):
+    run, text = saved / "gpt2-tiny", "word of " * 40
+    assert refuse(tmp_path / "nope") == f"There is no nope in {tmp_path}: give another folder."
+    assert "There is no model at '/no/such/run'" in refuse("/no/such/run")
+    assert "neither a run's folder with a complete checkpoint (it has no state.json)" in refuse(
+        saved
+    )
+    assert "The preset gpt2-tiny has no weights: give a run's folder" in refuse("gpt2-tiny")
+    assert "another model than llama-tiny: give -m" in refuse(run, "-m", "llama-tiny")
+    assert "keeps no checkpoint of step 3, only of 7" in refuse(run, "--step", 3)
+    assert "leave out --step" in refuse(saved / "gpt2-tiny-folder", "--step", 3)
+    length = len(models.load_tokenizer("gpt2-tiny")(text)["input_ids"])
+    assert refuse(run, "-p", text) == (
+        f"The prompt {text[:30]!r} has {length} tokens and the model 128 positions: "
+        f"give --max-new-tokens {128 - length} or less."
+    )
+    assert refuse(run, "-p", text * 4).endswith("the model 128 positions: give a shorter one.")
+    assert "is greedy: all --num-samples" in refuse(run, "-p", "", "--temperature", 0, "-n", 2)
+    assert "nope.txt cannot be read: [Errno 2]" in refuse(run, "--prompts", tmp_path / "nope.txt")
+    (tmp_path / "latin.txt").write_bytes(b"Stra\xdfe")
+    assert "cannot be read: 'utf-8' codec" in refuse(run, "--prompts", tmp_path / "latin.txt")
+    (tmp_path / "thesis").write_text("the only copy")
+    assert "thesis exists already" in refuse(run, "--output", tmp_path / "thesis")
+    assert "cannot be written" in refuse(run, "--output", tmp_path / "nope/texts.jsonl")
+    (tmp_path / "prompts").write_text(f"def\n{text}\n")
+    refuse(run, "--prompts", tmp_path / "prompts", "--output", tmp_path / "texts.jsonl")
+    names = {path.name for path in tmp_path.iterdir()}
+    assert names == {"latin.txt", "thesis", "prompts"}, "and no file with nothing in it"
+    assert (tmp_path / "thesis").read_text() == "the only copy"
+
+
+@pytest.mark.parametrize("args", [("--top-p", "0"), ("--temperature", "-1"), ("--top-k", "0.5")])
+def test_numbers_that_are_none(args, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["generate.py", "run", *args])
+    with pytest.raises(SystemExit) as exit_:
+        load_script(SCRIPT).main()
+    assert exit_.value.code == 2 and f"argument {args[0]}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["generate", "evaluate"])
+def test_form(name, monkeypatch):
+    source = (ROOT / f"01-single-gpu/{name}.py").read_text()
+    lines = source.splitlines()
+    assert source.isascii() and max(map(len, lines)) <= 100 and len(lines) <= 150
+    assert f"python 01-single-gpu/{name}.py outputs/my-run" in source.split('"""')[1]
+    parsers, parse = [], argparse.ArgumentParser.parse_args
+    monkeypatch.setattr(
+        argparse.ArgumentParser, "parse_args", lambda self: parsers.append(self) or parse(self)
+    )
+    monkeypatch.setattr(sys, "argv", [name, "run"])
+    load_script(ROOT / f"01-single-gpu/{name}.py").get_args()
+    for action in parsers[0]._actions:
+        assert action.help and len(action.help) <= 45, action.dest

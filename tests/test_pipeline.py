@@ -1,0 +1,77 @@
+"""03-multi-node/pipeline.sbatch: tokenizer, training, evaluation, export, a sample as one job."""
+
+import json
+
+import pytest
+import torch
+from test_multi_node import Lab
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+pytestmark = pytest.mark.slurm
+JOB = "03-multi-node/pipeline.sbatch"
+COMMENT = "our own words, first try"
+RESULTS = ("tokenizer", "evaluation.json", "model", "samples.jsonl")
+
+
+@pytest.fixture(scope="module")
+def lab(cluster, tmp_path_factory) -> Lab:
+    return Lab(cluster, tmp_path_factory.mktemp("pipeline"))
+
+
+def submit(lab: Lab, name: str, *args: object, **env: object) -> str:
+    own = {"VOCAB_SIZE": 300, "PROMPT": "Text number 7", "NPROC_PER_NODE": 1, **env}
+    return lab.submit(JOB, name, *args, options=("--comment", COMMENT), **own)
+
+
+def assert_whole(lab: Lab, name: str) -> None:
+    """All results are there, of one model, and that of the last step."""
+    run = lab.folder / name
+    assert [line["step"] for line in lab.metrics(name)] == list(range(1, 25))
+    tokenizer = AutoTokenizer.from_pretrained(run / "tokenizer")
+    assert len(tokenizer) == 300
+    model = AutoModelForCausalLM.from_pretrained(run / "model")
+    assert AutoTokenizer.from_pretrained(run / "model").get_vocab() == tokenizer.get_vocab()
+    found = json.loads((run / "evaluation.json").read_text())
+    last = lab.metrics(name)[-1]
+    assert found["loss"] == pytest.approx(last["eval_loss"], rel=0.05)  # the rest of a block more
+    (sample,) = map(json.loads, (run / "samples.jsonl").read_text().splitlines())
+    assert sample["prompt"] == "Text number 7" and sample["text"]
+    ids = tokenizer("Text number 7", return_tensors="pt").input_ids
+    assert torch.isfinite(model(ids).logits).all()
+
+
+def test_from_text_to_a_sample(lab):
+    """And once more: what is done stays done, and the comment stands beside the first one."""
+    job = submit(lab, "whole")
+    assert lab.ends(job) == "COMPLETED", lab.log("whole")
+    assert_whole(lab, "whole")
+    (line,) = (lab.folder / "whole/comments.txt").read_text().splitlines()
+    assert f" job {job}: {COMMENT} (-e whole " in line
+    before = {name: (lab.folder / "whole" / name).stat().st_mtime_ns for name in RESULTS}
+    (lab.folder / "whole/samples.jsonl").unlink()
+    job = submit(lab, "whole")
+    assert lab.ends(job) == "COMPLETED", lab.log("whole")
+    after = {name: (lab.folder / "whole" / name).stat().st_mtime_ns for name in RESULTS}
+    assert {name for name in RESULTS if before[name] != after[name]} == {"samples.jsonl"}
+    assert len((lab.folder / "whole/comments.txt").read_text().splitlines()) == 2
+
+
+@pytest.mark.slow
+def test_stopped_in_its_training_it_goes_on(lab):
+    job = submit(lab, "stopped", PAUSE=0.3)
+    lab.wait_for_step("stopped", 6)
+    lab.cluster.shell("scancel", "--signal=USR1", job)
+    assert lab.ends(job) == "COMPLETED", lab.log("stopped")
+    assert lab.cluster.job(job)["Restarts"] == "1"
+    assert "The run goes on when the job starts again." in lab.log("stopped")
+    assert_whole(lab, "stopped")
+    assert len((lab.folder / "stopped/comments.txt").read_text().splitlines()) == 2
+
+
+def test_a_step_that_fails_ends_the_job(lab):
+    """A text that is not there: one sentence, and nothing is trained."""
+    job = submit(lab, "nothing", "-d", lab.folder / "gone.json")
+    assert lab.ends(job) == "FAILED"
+    assert "gone.json" in lab.log("nothing")
+    assert not (lab.folder / "nothing/tokenizer").exists()
+    assert lab.metrics("nothing") == []

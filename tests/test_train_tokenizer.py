@@ -1,0 +1,450 @@
+"""Tokenizers of three kinds: what they know, what is reported of them, and training with them."""
+
+import json
+import os
+import random
+import re
+import resource
+import shutil
+import signal
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT, load_script, read_metrics, run_script
+from runner import Ranks, finish, server_context, start
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+from common import launch, models
+from common.presets import train_tokenizer as built_in
+from common.sources import Source
+from common.tables import documents_of, is_held_out
+
+SCRIPT = ROOT / "01-single-gpu/train_tokenizer.py"
+KINDS = ("bpe", "word", "character")
+STEPS = ["-s", 32, "--global-batch-size", 6, "--max-steps", 6, "--ckpt-freq", 2, "--log-freq", 1]
+RARE = "\u9f98"  # a character that stands once
+CHINESE = [
+    "深度学习",
+    "的",
+    "模型",
+    "在",
+    "许多",
+    "设备",
+    "上",
+    "训练",
+    "每个",
+    "进程",
+    "数据",
+    "求和",
+]
+
+
+def english(count: int) -> list[str]:
+    rng = random.Random(0)
+    words = [f"word{n}" for n in range(300)]
+    weights = [1 / (n + 1) for n in range(300)]
+    return [
+        "def "
+        + "".join(f"{w}{rng.choice(' ,.(')} " for w in rng.choices(words, weights, k=80))
+        + f"\n\n    return\t{n}\n"
+        for n in range(count)
+    ]
+
+
+def chinese(count: int) -> list[str]:
+    rng = random.Random(0)
+    return [
+        "".join(rng.choices(CHINESE, k=40)) + f"。第{n}句, GPU {n % 7} 个。" for n in range(count)
+    ]
+
+
+@pytest.fixture(scope="module")
+def corpora(tmp_path_factory) -> Path:
+    """Return a folder with two JSON arrays of 200 documents, english.json and chinese.json."""
+    folder = tmp_path_factory.mktemp("corpora")
+    for make in (english, chinese):
+        texts = json.dumps(make(200), ensure_ascii=False)
+        (folder / f"{make.__name__}.json").write_text(texts, encoding="utf-8")
+    return folder
+
+
+@pytest.fixture
+def make(monkeypatch, capfd, tmp_path):
+    """Return a function that runs the script and returns what it printed."""
+
+    def run(*args: object, target: str = "tokenizer", plant=lambda script: None) -> str:
+        script = load_script(SCRIPT)
+        plant(script)
+        argv = ["train_tokenizer.py", tmp_path / target, *args]
+        monkeypatch.setattr(sys, "argv", [str(arg) for arg in argv])
+        capfd.readouterr()
+        script.main()
+        return capfd.readouterr().out
+
+    return run
+
+
+def split(corpus: Path) -> tuple[list[str], list[str]]:
+    """Return the texts for training and for evaluation."""
+    texts = json.loads(corpus.read_text(encoding="utf-8"))
+    held_out = [text for text in texts if is_held_out(text)]
+    assert 3 < len(held_out) < 30
+    return [text for text in texts if not is_held_out(text)], held_out
+
+
+def reported(out: str) -> tuple[int, int, int, float, float, float, int]:
+    """Return all numbers of the first three lines, the percentages as shares."""
+    lines = out.splitlines()
+    assert len(lines) == 4
+    said = re.sub(r"^\S+ (byte-level BPE|words|characters)", "", "\n".join(lines[:3]))
+    said = re.sub(r"of \S+\n", "\n", said)
+    numbers = [float(n.replace(",", "")) for n in re.findall(r"\d[\d,]*(?:\.\d+)?", said)]
+    size, n_train, n_evaluation, per_character, characters, tokens, unknown = numbers
+    return size, n_train, n_evaluation, per_character, characters / 100, tokens / 100, unknown
+
+
+# --- what they know ---
+
+
+def test_texts_come_back(make, corpora, tmp_path):
+    """All that the vocabulary knows, with its spaces, tabs and newlines; of bytes, every text."""
+    for name, kind in [(n, k) for n in ("english", "chinese") for k in KINDS]:
+        folder = tmp_path / f"{name}-{kind}"
+        options = ("--kind", kind, "--min-frequency", 1)
+        make("-d", corpora / f"{name}.json", *options, target=folder.name)
+        tokenizer = AutoTokenizer.from_pretrained(folder)
+        train, held_out = split(corpora / f"{name}.json")
+        texts = train if kind == "word" else [*train, *held_out]
+        if kind == "bpe":
+            rng = random.Random(0)
+            texts = [*texts, "".join(chr(rng.randrange(32, 0xD800)) for _ in range(2000))]
+        for text in texts:
+            assert tokenizer.decode(tokenizer(text)["input_ids"]) == text
+        assert models.load_tokenizer(str(folder)).get_vocab() == tokenizer.get_vocab()
+        assert len(tokenizer) <= 4096
+        assert (tokenizer.eos_token, tokenizer.eos_token_id) == ("<|endoftext|>", 0)
+        assert tokenizer.unk_token_id == (None if kind == "bpe" else 1)
+        unknown = tokenizer("\u0e01\u0e02 \u0e03")["input_ids"]  # Thai, which stands nowhere
+        assert (1 in unknown) == (kind != "bpe")
+
+
+def expected_vocabulary(kind: str, texts: list[str], size: int, least: int) -> list[str]:
+    """Return the most frequent pieces, counted by hand; in Python's expressions there is no Han."""
+    pattern = r" ?\w+| ?[^\w\s]|\n+| +|\s" if kind == "word" else r"[\s\S]"
+    counts = Counter(piece for text in texts for piece in re.findall(pattern, text))
+    kept = sorted((-count, piece) for piece, count in counts.items() if count >= least)
+    return [piece for _, piece in kept][: size - 2]
+
+
+@pytest.mark.parametrize(("kind", "size", "least"), [("word", 150, 2), ("character", 18, 5)])
+def test_report_is_what_one_counts_by_hand(make, corpora, tmp_path, kind, size, least):
+    corpus = corpora / "english.json"
+    train, held_out = split(corpus)
+    options = ("--kind", kind, "--vocab-size", size, "--min-frequency", least)
+    found = reported(make("-d", corpus, *options))
+    vocabulary = expected_vocabulary(kind, train, size, least)
+    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "tokenizer")
+    assert tokenizer.convert_ids_to_tokens(range(2, len(tokenizer))) == vocabulary
+    pattern = r" ?\w+| ?[^\w\s]|\n+| +|\s" if kind == "word" else r"[\s\S]"
+    pieces = [piece for text in held_out for piece in re.findall(pattern, text)]
+    unknown = [piece for piece in pieces if piece not in vocabulary]
+    n_characters = sum(map(len, held_out))
+    assert unknown and len("".join(pieces)) == n_characters
+    assert found == (
+        *(len(vocabulary) + 2, sum(map(len, train)), n_characters),
+        pytest.approx(len(pieces) / n_characters, abs=5.1e-4),
+        pytest.approx(1 - len("".join(unknown)) / n_characters, abs=5.1e-5),
+        pytest.approx(1 - len(unknown) / len(pieces), abs=5.1e-5),
+        len(unknown),
+    )
+
+
+def test_report_on_bytes(make, corpora, tmp_path):
+    for name, size in (("english", 300), ("chinese", 257), ("chinese", 600)):
+        target = f"{name}-{size}"
+        corpus = corpora / f"{name}.json"
+        found = reported(make("-d", corpus, "--vocab-size", size, target=target))
+        _, held_out = split(corpus)
+        tokenizer = AutoTokenizer.from_pretrained(tmp_path / target)
+        n_tokens = sum(len(tokenizer(text)["input_ids"]) for text in held_out)
+        n_characters = sum(map(len, held_out))
+        assert found[0] == size == len(tokenizer)
+        assert found[3] == pytest.approx(n_tokens / n_characters, abs=5.1e-4)
+        assert found[4:] == (1, 1, 0)
+        if size == 257:  # without a merge a token is a byte
+            assert n_tokens == sum(len(text.encode()) for text in held_out)
+    assert found[3] < 1, "words of several characters become one token"
+
+
+def test_chinese_has_no_spaces(make, corpora, tmp_path):
+    """A run of Han characters is not one word; Latin words beside them are."""
+    found = {}
+    for kind in ("word", "character"):
+        out = make("-d", corpora / "chinese.json", "--kind", kind, target=kind)
+        found[kind] = reported(out)
+        tokenizer = AutoTokenizer.from_pretrained(tmp_path / kind)
+        pieces = tokenizer.tokenize("深度学习, GPU 的")
+        latin = [" GPU"] if kind == "word" else [" ", "G", "P", "U"]
+        assert pieces[:5] == ["深", "度", "学", "习", ","] and pieces[5 : 5 + len(latin)] == latin
+    assert found["character"][3] == 1 > found["word"][3] > 0.8
+    assert all(0.97 < found[kind][4] <= 1 for kind in found)
+
+
+def test_a_character_that_stands_once_can_be_left_out(corpora):
+    documents = documents_of([RARE, *split(corpora / "chinese.json")[0]])
+    for least, known in ((1, True), (2, False)):
+        tokenizer = load_script(SCRIPT).train("character", 4096, least, documents)
+        assert (RARE in tokenizer.get_vocab()) == known
+        assert (tokenizer(RARE)["input_ids"] == [tokenizer.unk_token_id]) != known
+
+
+def train_on_all(script) -> None:
+    find_source = script.find_source
+
+    def leak(*args: object) -> Source:
+        source = find_source(*args)
+        train, held_out = source.load()
+        both = documents_of([*train["text"], *held_out["text"]])
+        return Source(source.fingerprint, lambda: (both, held_out))
+
+    script.find_source = leak
+
+
+def test_it_learns_from_the_training_part_alone(make, tmp_path):
+    """The planted bug learns the word that only texts for evaluation have."""
+    texts = [f"text {n}" + " word" * 9 for n in range(200)]
+    texts = [text.replace("word", "secret") if is_held_out(text) else text for text in texts]
+    held_out = [text for text in texts if "secret" in text]
+    texts = [t for t in texts if "secret" not in t] + [t for t in held_out if is_held_out(t)]
+    extra = (f"secret {n} secret" for n in range(10**6))
+    texts += [next(t for t in extra if is_held_out(t)) for _ in range(5)]
+    (tmp_path / "corpus.json").write_text(json.dumps(texts))
+    for name, plant in (("right", lambda script: None), ("leak", train_on_all)):
+        args = ("-d", tmp_path / "corpus.json", "--kind", "word", "--min-frequency", 1)
+        make(*args, target=name, plant=plant)
+        vocabulary = AutoTokenizer.from_pretrained(tmp_path / name).get_vocab()
+        assert ("secret" in vocabulary) == (name == "leak")
+        assert " word" in vocabulary
+
+
+def test_the_same_documents_give_the_same_file(make, corpora, tmp_path, monkeypatch):
+    """And byte-level BPE is how the built-in tokenizer was made."""
+    for kind in KINDS:
+        for name in ("one", "two"):
+            make("-d", corpora / "english.json", "--kind", kind, target=f"{kind}-{name}")
+        files = [tmp_path / f"{kind}-{name}/tokenizer.json" for name in ("one", "two")]
+        assert files[0].read_bytes() == files[1].read_bytes()
+    train, held_out = split(corpora / "english.json")
+    source = Source("", lambda: (documents_of(train), documents_of(held_out)))
+    monkeypatch.setattr(built_in, "find_source", lambda *_, **__: source)
+    monkeypatch.setattr(built_in, "VOCABULARY_SIZE", 400)
+    built_in.train_tokenizer(tmp_path / "built-in")
+    make("-d", corpora / "english.json", "--vocab-size", 400)
+    one, two = (
+        json.loads((tmp_path / name / "tokenizer.json").read_text())
+        for name in (
+            "built-in",
+            "tokenizer",
+        )
+    )
+    assert one == two
+
+
+# --- training with them ---
+
+
+@pytest.fixture
+def tokenizers(make, corpora, tmp_path) -> dict[str, Path]:
+    for kind in ("word", "character"):
+        make("-d", corpora / "chinese.json", "--kind", kind, target=kind)
+    return {kind: tmp_path / kind for kind in ("word", "character")}
+
+
+@pytest.mark.parametrize(("kind", "model"), [("character", "gpt2-tiny"), ("word", "llama-tiny")])
+def test_chapters_train_with_it(
+    kind, model, tokenizers, corpora, train, tmp_path, monkeypatch, capfd
+):
+    """Begun in chapter 1, killed, and gone on with on two ranks of chapter 2; then exported."""
+    folder = tokenizers[kind]
+    rows = -(-len(AutoTokenizer.from_pretrained(folder)) // 64) * 64
+    assert rows < 256
+    args = ["-d", corpora / "chinese.json", *STEPS, "-m", model, "--tokenizer-name", folder]
+    alone = train(*args, name="alone")
+    # Weights this small make all tokens about equally likely at first.
+    assert alone[0]["loss"] == pytest.approx(torch.tensor(rows).log().item(), rel=0.1)
+    run = [*args, "--save-dir", tmp_path, "-e", "run"]
+    assert finish(start(run, kill_after_steps=3)) == -signal.SIGKILL
+    assert read_metrics(tmp_path / "run")[-1]["step"] < 6
+    assert Ranks(2, run, chapter="02-ddp").finish() == [0, 0]
+    found = read_metrics(tmp_path / "run")
+    assert [line["step"] for line in found] == [1, 2, 3, 4, 5, 6]
+    for key in ("loss", "eval_loss"):
+        values = [[line[key] for line in lines if key in line] for lines in (found, alone)]
+        assert values[0] == pytest.approx(values[1], rel=1e-5)
+
+    argv = ["export.py", tmp_path / "run", tmp_path / "model", "-m", model]
+    monkeypatch.setattr(sys, "argv", [str(arg) for arg in argv])
+    with pytest.raises(SystemExit):
+        launch.run(load_script(ROOT / "04-fsdp/export.py").main)
+    assert f"another model than {model}: give -m and --tokenizer-name" in capfd.readouterr().err
+    argv += ["--tokenizer-name", folder]
+    monkeypatch.setattr(sys, "argv", [str(arg) for arg in argv])
+    load_script(ROOT / "04-fsdp/export.py").main()
+    exported = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert exported.get_input_embeddings().num_embeddings == rows
+    assert exported.get_output_embeddings().out_features == rows
+    assert AutoTokenizer.from_pretrained(tmp_path / "model").get_vocab().keys() == (
+        AutoTokenizer.from_pretrained(folder).get_vocab().keys()
+    )
+    again = ["-d", corpora / "chinese.json", *STEPS[:4], "--max-steps", 1, "--lr", 0]
+    (*_, metrics) = train(*again, "-m", tmp_path / "model", "--pretrained", name="again")
+    assert metrics["eval_loss"] == pytest.approx(alone[-1]["eval_loss"], rel=1e-5)
+
+
+def test_another_tokenizer_is_another_run(tokenizers, corpora, train, tmp_path, monkeypatch, capfd):
+    args = ["-d", corpora / "chinese.json", *STEPS, "--tokenizer-name"]
+    train(*args, tokenizers["character"])
+    before = (tmp_path / "run/state.json").read_bytes()
+    argv = ["train_llm.py", *args, tokenizers["word"], "--save-dir", tmp_path, "-e", "run"]
+    monkeypatch.setattr(sys, "argv", [str(arg) for arg in argv])
+    with pytest.raises(SystemExit) as exit_:
+        launch.run(load_script(ROOT / "01-single-gpu/train_llm.py").main)
+    assert exit_.value.code == 2 and "was started with" in capfd.readouterr().err
+    assert (tmp_path / "run/state.json").read_bytes() == before
+
+
+def many_characters(count: int):
+    """Return a tokenizer of so many characters, and the two special tokens, as if loaded."""
+    texts = ["".join(map(chr, range(0x20000, 0x20000 + count)))] * 2
+    tokenizer = load_script(SCRIPT).train("character", 10**5, 1, documents_of(texts))
+    assert len(tokenizer) == count + 2
+    tokenizer.name_or_path = "my-tokenizer"
+    return tokenizer
+
+
+def test_a_preset_takes_the_size_of_the_tokenizer(tmp_path):
+    """Smaller or larger. With its own tokenizer it stays, and so does a folder: of weights?"""
+    for count, rows in ((62, 64), (63, 128), (5000, 5056)):
+        config = models.load_config("gpt2-tiny")
+        assert models.check_sizes(config, many_characters(count), None) == 128
+        assert config.vocab_size == rows
+    for name, size in (("gpt2-tiny", 4096), ("gpt2", 50304), ("llama-3.1-8b", 128256)):
+        config = models.load_config(name)
+        models.check_sizes(config, models.load_tokenizer(name), None)
+        assert config.vocab_size == size
+    config, tokenizer = models.load_config("gpt2"), many_characters(50_255)
+    models.check_sizes(config, tokenizer, None)
+    assert (len(tokenizer), config.vocab_size) == (50_257, 50_304), "as with GPT-2's own"
+    shutil.copytree(ROOT / "common/presets/gpt2-tiny", tmp_path / "model")
+    config = models.load_config(str(tmp_path / "model"))
+    models.check_sizes(config, many_characters(62), None)
+    assert config.vocab_size == 4096
+    with pytest.raises(models.InputError, match="5002 tokens and the model only 4096"):
+        models.check_sizes(config, many_characters(5000), None)
+
+
+def test_a_preset_takes_the_end_of_text():
+    tokenizer = many_characters(100)
+    tokenizer.eos_token = chr(0x20000)
+    config = models.load_config("llama-tiny")
+    models.check_sizes(config, tokenizer, None)
+    assert config.eos_token_id == tokenizer.eos_token_id > 1
+
+
+# --- bad input ---
+
+
+@pytest.fixture
+def refuse(monkeypatch, capfd, tmp_path):
+    """Return a function that expects a refusal and returns its one sentence."""
+
+    def run(*args: object) -> str:
+        before = sorted(tmp_path.rglob("*"))
+        monkeypatch.setattr(sys, "argv", ["train_tokenizer.py", *map(str, args)])
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as exit_:
+            launch.run(load_script(SCRIPT).main)
+        out, err = capfd.readouterr()
+        assert exit_.value.code == 2 and not out, err
+        assert sorted(tmp_path.rglob("*")) == before, "nothing was written, nothing lost"
+        return err.splitlines()[-1]
+
+    return run
+
+
+def test_bad_input(refuse, corpora, tmp_path):
+    corpus, target = corpora / "english.json", tmp_path / "tokenizer"
+    assert "There is no data set at" in refuse(target, "-d", tmp_path / "nothing.txt")
+    assert "is the name of a preset" in refuse("gpt2-tiny", "-d", corpus)
+    assert "tokens: give --vocab-size more" in refuse(target, "-d", corpus, "--vocab-size", 256)
+    assert "not a whole number from 3" in refuse(target, "--kind", "word", "--vocab-size", 2)
+    assert "not a whole number from 1" in refuse(target, "--min-frequency", 0)
+    assert "invalid choice: 'letters'" in refuse(target, "--kind", "letters")
+    assert "is text: it has no" in refuse(target, "--text-column", "body")
+    for texts, part in ((["", "", ""], "training"), (["too short"], "evaluation")):
+        (tmp_path / "short.json").write_text(json.dumps(texts))
+        sentence = refuse(target, "-d", tmp_path / "short.json")
+        assert f"The {part} part of {tmp_path}/short.json is empty: give more text." in sentence
+    (tmp_path / "table.csv").write_text("question,answer\n" + "why,because\n" * 200)
+    assert "one of question, answer" in refuse(target, "-d", tmp_path / "table.csv")
+    target.mkdir()
+    (target / "thesis.txt").write_text("the only copy")
+    assert f"{target} exists already" in refuse(target, "-d", corpus)
+    assert "exists already" in refuse(target / "thesis.txt", "-d", corpus)
+    assert "File exists" in refuse(target / "thesis.txt/tokenizer", "-d", corpus)
+
+
+def test_full_disk(refuse, make, corpora, tmp_path):
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (500, before[1]))
+    try:
+        sentence = refuse(tmp_path / "tokenizer", "-d", corpora / "english.json")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert "could not be written" in sentence and "File too large" in sentence
+    (tmp_path / "tokenizer").mkdir()  # one that is empty is in nobody's way
+    make("-d", corpora / "english.json")
+
+
+def killed(corpus: Path, target: Path) -> None:
+    def kill(*_: object) -> None:
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    script = load_script(SCRIPT)
+    script.Path.replace = kill  # all is written, but not yet under its name
+    sys.argv = ["train_tokenizer.py", str(target), "-d", str(corpus)]
+    script.main()
+
+
+def test_a_kill_leaves_nothing_under_the_name(make, corpora, tmp_path):
+    target = tmp_path / "tokenizer"
+    process = server_context().Process(target=killed, args=(corpora / "english.json", target))
+    process.start()
+    assert finish(process) == -signal.SIGKILL
+    assert not target.exists() and len(list(tmp_path.glob(".tokenizer-*/*/tokenizer.json"))) == 1
+    make("-d", corpora / "english.json")
+
+
+def test_as_a_reader_starts_it(corpora, tmp_path):
+    done = run_script(SCRIPT, tmp_path / "deep/er/it", "-d", corpora / "chinese.json")
+    assert done.returncode == 0 and not done.stderr
+    assert done.stdout.endswith(f"train_llm.py --tokenizer-name {tmp_path}/deep/er/it\n")
+    source = SCRIPT.read_text()
+    assert source.isascii() and max(map(len, source.splitlines())) <= 100
+    assert len(source.splitlines()) <= 150
+    for words in re.findall(r'help="([^"]+)"', source):
+        assert len(words) <= 45
+
+
+def test_recorded_reports():
+    """Byte-level BPE knows all, characters nearly all, words not; words look shortest for it."""
+    found = {}
+    for kind in KINDS:
+        text = (ROOT / f"01-single-gpu/recorded/train_tokenizer_{kind}.txt").read_text()
+        found[kind] = reported("".join(text.splitlines(keepends=True)[2:]))
+    assert found["bpe"][4:] == (1, 1, 0) and found["bpe"][0] == 4096
+    assert found["character"][3] == 1 and found["character"][6] < 10
+    assert found["word"][4] < 0.85 and found["word"][3] < found["bpe"][3]
