@@ -15,7 +15,7 @@ import torch
 from transformers import GenerationConfig
 
 from common import cli, launch, runs
-from common.cli import InputError, above_zero, at_least
+from common.cli import InputError, above_zero, at_least, share
 
 
 def get_args() -> argparse.Namespace:
@@ -36,7 +36,7 @@ def get_args() -> argparse.Namespace:
     add = parser.add_argument_group("the next token").add_argument
     add("--temperature", default=0.7, type=at_least(0.0), help="divides the logits; 0: greedy")
     add("--top-k", default=40, type=at_least(0), help="draw from so many tokens; 0: from all")
-    add("--top-p", default=1.0, type=above_zero, help="draw from this share of them; 1: from all")
+    add("--top-p", default=1.0, type=share, help="draw from this share of them; 1: from all")
     add("--repetition-penalty", default=1.0, type=above_zero, help="of tokens seen; 1: none")
     add("--seed", default=0, type=at_least(0), help="of what is drawn")
     add("--no-cache", action="store_true", help="compute all keys and values each time")

@@ -108,6 +108,13 @@ def above_zero(text: str) -> float:
     return value
 
 
+def share(text: str) -> float:
+    """An argparse type: a number above 0 and at most 1."""
+    if (value := above_zero(text)) > 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0 and at most 1")
+    return value
+
+
 def run_given_script(prepare: Callable[[], None]) -> None:
     """Run the script whose path is the first argument, with the others, after calling `prepare`.
 

@@ -419,7 +419,10 @@ def test_bad_input(refuse, saved, tmp_path):
     assert (tmp_path / "thesis").read_text() == "the only copy"
 
 
-@pytest.mark.parametrize("args", [("--top-p", "0"), ("--temperature", "-1"), ("--top-k", "0.5")])
+NO_NUMBERS = ("--top-p 0", "--top-p 90", "--temperature -1", "--top-k 0.5")
+
+
+@pytest.mark.parametrize("args", map(str.split, NO_NUMBERS), ids=NO_NUMBERS)
 def test_numbers_that_are_none(args, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["generate.py", "run", *args])
     with pytest.raises(SystemExit) as exit_:

@@ -32,8 +32,8 @@ def assert_whole(lab: Lab, name: str) -> None:
     model = AutoModelForCausalLM.from_pretrained(run / "model")
     assert AutoTokenizer.from_pretrained(run / "model").get_vocab() == tokenizer.get_vocab()
     found = json.loads((run / "evaluation.json").read_text())
-    last = lab.metrics(name)[-1]
-    assert found["loss"] == pytest.approx(last["eval_loss"], rel=0.05)  # the rest of a block more
+    assert found["origin"].startswith("step 24 of ")
+    assert found["loss"] == pytest.approx(lab.metrics(name)[-1]["eval_loss"], rel=1e-5)
     (sample,) = map(json.loads, (run / "samples.jsonl").read_text().splitlines())
     assert sample["prompt"] == "Text number 7" and sample["text"]
     ids = tokenizer("Text number 7", return_tensors="pt").input_ids
@@ -66,6 +66,24 @@ def test_stopped_in_its_training_it_goes_on(lab):
     assert "The run goes on when the job starts again." in lab.log("stopped")
     assert_whole(lab, "stopped")
     assert len((lab.folder / "stopped/comments.txt").read_text().splitlines()) == 2
+
+
+def test_weights_that_exist_keep_their_tokenizer(lab):
+    """The model of the first run goes on, in a run of another name."""
+    job = submit(lab, "further", "-m", lab.folder / "whole/model", "--pretrained")
+    assert lab.ends(job) == "COMPLETED", lab.log("further")
+    assert not (lab.folder / "further/tokenizer").exists()
+    kept = AutoTokenizer.from_pretrained(lab.folder / "further/model").get_vocab()
+    assert kept == AutoTokenizer.from_pretrained(lab.folder / "whole/tokenizer").get_vocab()
+    assert lab.metrics("further")[0]["loss"] < lab.metrics("whole")[0]["loss"] - 0.1
+
+
+def test_arguments_that_not_all_steps_would_see(lab):
+    """As a tokenizer of one text for the training on another."""
+    job = submit(lab, "attached", f"-d{lab.folder}/corpus.json")
+    assert lab.ends(job) == "FAILED"
+    assert "Write -d NAME and -m NAME as two words, and no @file" in lab.log("attached")
+    assert not (lab.folder / "attached").exists()
 
 
 def test_a_step_that_fails_ends_the_job(lab):
