@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
-from common import cli, launch, models, runs
+from common import cli, launch, models, record, runs
 from common.cli import InputError, at_least
 from common.data import IGNORED, load_blocks
 
@@ -54,10 +54,7 @@ def main() -> None:
     level = logging.INFO if rank == 0 else logging.WARNING
     logging.basicConfig(level=level, format="%(message)s", handlers=[cli.ProgressHandler()])
     torch.set_float32_matmul_precision("high" if cuda else "highest")  # as in training
-    if args.output and args.output.exists():
-        raise InputError(f"{args.output} exists already: give another file, or delete it.")
-    if args.output and not os.access(args.output.parent, os.W_OK):
-        raise InputError(f"{args.output} cannot be written: give a file in another folder.")
+    cli.check_output(args.output)
 
     # --- model ---
     trained = runs.load_trained(args.trained, args.model_name, args.tokenizer_name, args.step)
@@ -87,7 +84,10 @@ def main() -> None:
     for batch in make_batches(windows[rank::world_size], seq_length, args.batch_size):
         total += score(model, *(tensor.to(device) for tensor in batch))
     if world_size > 1:
-        dist.init_process_group("nccl" if cuda else "gloo", device_id=device if cuda else None)
+        backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
+        dist.init_process_group(backend, device_id=device if cuda else None)
+        facts = {"model": trained.origin, "text": [part.digest for part in chosen]}
+        record.check_agreement(facts, "give --step, and all nodes the same data")
         dist.all_reduce(total)  # sums, not means: ranks may hold different numbers of tokens
         dist.barrier()  # a rank that is gone too early looks like a failure to the others
         dist.destroy_process_group()

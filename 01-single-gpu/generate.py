@@ -5,7 +5,6 @@ python 01-single-gpu/generate.py outputs/my-run --prompt "    def"
 
 import argparse
 import json
-import os
 import signal
 import sys
 from collections.abc import Iterator
@@ -48,10 +47,7 @@ def main() -> None:
     greedy = args.temperature == 0
     if greedy and args.num_samples > 1:
         raise InputError("--temperature 0 is greedy: all --num-samples would be the same text.")
-    if args.output and args.output.exists():
-        raise InputError(f"{args.output} exists already: give another file, or delete it.")
-    if args.output and not os.access(args.output.parent, os.W_OK):
-        raise InputError(f"{args.output} cannot be written: give a file in another folder.")
+    cli.check_output(args.output)
 
     # --- model ---
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")

@@ -18,6 +18,8 @@ from transformers.utils.logging import disable_progress_bar
 
 from common import cli, launch, models, runs
 from common.cli import InputError, at_least
+from common.remote import as_path
+from common.writer import open_reader
 
 
 def file_size(text: str) -> str:
@@ -29,7 +31,7 @@ def file_size(text: str) -> str:
 def get_args() -> argparse.Namespace:
     parser = cli.ArgumentParser(description=__doc__)
     add = parser.add_argument
-    add("run", type=Path, help="folder of the run, such as outputs/my-run")
+    add("run", type=as_path, help="folder of the run, such as outputs/my-run")
     add("target", type=Path, help="folder to write; must not exist yet")
     add("-m", "--model-name", default="gpt2-tiny", help="preset, folder or hub id, as in training")
     add("--tokenizer-name", help="folder or hub id (if absent: the model's)")
@@ -71,7 +73,7 @@ def main() -> None:
     weights = runs.empty_weights(model, getattr(torch, dtype))
     with runs.reading(kept.path):
         # Reads the parts of all ranks into the tensors, and no moments: nobody asks for them.
-        dcp.load({"model": weights}, checkpoint_id=kept.path, no_dist=True)
+        dcp.load({"model": weights}, storage_reader=open_reader(kept.path), no_dist=True)
     model.load_state_dict(weights, strict=False, assign=True)  # these tensors, no copies
     model.tie_weights()
     assert not any(tensor.is_meta for tensor in model.state_dict().values())

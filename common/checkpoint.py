@@ -16,9 +16,11 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from common.cli import InputError
-from common.record import commit_checkpoint, gather, measure_file, rank_and_world_size
+from common.commit import commit_checkpoint, make_room
+from common.record import gather, rank_and_world_size
+from common.remote import explained, is_remote, plain_errors
 from common.rng import get_rng_state, set_rng_state
-from common.writer import Writer, cause_of
+from common.writer import cause_of, open_reader, open_writer
 
 
 def save_checkpoint(
@@ -35,9 +37,10 @@ def save_checkpoint(
     state: the position ("step" at least) and other tensors and numbers, equal on all ranks.
     training: from describe_training. keep: how many of the newest checkpoints stay.
 
-    The checkpoint is written beside the others and renamed when it is complete, and only then is
-    state.json replaced: whenever the process is killed, the last complete checkpoint still loads.
-    Raises InputError if it cannot be written (a full disk); what was there before is kept.
+    The checkpoint is written beside the others and renamed when it is complete (at an address,
+    which cannot rename, it is written under its name), and only then is state.json replaced:
+    whenever the process is killed, the last complete checkpoint still loads. Raises InputError if
+    it cannot be written (a full disk); what was there before is kept.
     """
     content = collect_content(model, optimizer, lr_scheduler, state)
     write_content(run_dir, content, training, keep)
@@ -57,45 +60,56 @@ def write_content(
     rank, _ = rank_and_world_size()
     step = content["state"]["step"]
     path = Path("checkpoints") / f"step-{step:08d}"
-    unfinished = run_dir / "checkpoints" / f".unfinished-{path.name}"
-    if rank == 0:
-        shutil.rmtree(unfinished, ignore_errors=True)
-    gather({}, group)  # not before it is gone
+    remote = is_remote(run_dir)
+    unfinished = run_dir / (path if remote else path.with_name(f".unfinished-{path.name}"))
     sums, failures = {}, {}
+    try:
+        if rank == 0:
+            with plain_errors():
+                make_room(run_dir, unfinished, step, training)
+    except OSError as error:
+        failures = {rank: cause_of(error)}
+    failures = gather(failures, group)  # not before there is room
     try:
         # Not in chapter 4, whose thread must not touch the warnings of all threads.
         with nullcontext() if dist.is_initialized() else _quiet():
-            dcp.save(
-                content,
-                checkpoint_id=unfinished,
-                storage_writer=Writer(unfinished),
-                process_group=group,
-                no_dist=not dist.is_initialized(),
-            )
-        own = [*unfinished.glob(f"__{rank}_*"), *([unfinished / ".metadata"] if rank == 0 else [])]
-        sums = {file.name: measure_file(file) for file in own}
+            if not failures:
+                writer = open_writer(unfinished)
+                dcp.save(
+                    content,
+                    checkpoint_id=None if remote else unfinished,  # the writer knows it
+                    storage_writer=writer,
+                    process_group=group,
+                    no_dist=not dist.is_initialized(),
+                )
+                sums = writer.measure(rank)
     except (CheckpointException, OSError) as error:
         failures = {rank: cause_of(error)}
     # All ranks must come to both collectives and to the same end, whichever of them failed.
     sums, failures = gather(sums, group), gather(failures, group)
     if rank == 0 and not failures:
-        metadata = dcp.FileSystemReader(unfinished).read_metadata()
-        missing = {part.relative_path for part in metadata.storage_data.values()} - sums.keys()
-        assert not missing, f"written but not seen, is the file system shared? {missing}"
         try:
-            commit_checkpoint(run_dir, path, unfinished, step, training, sums, keep)
+            with plain_errors():
+                metadata = open_reader(unfinished).read_metadata()
+                written = {part.relative_path for part in metadata.storage_data.values()}
+                missing = written - sums.keys()
+                assert not missing, f"written but not seen, is the file system shared? {missing}"
+                commit_checkpoint(run_dir, path, unfinished, step, training, sums, keep)
         except OSError as error:
             failures = {rank: cause_of(error)}
     failures = gather(failures, group)
     if failures:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        if not remote:  # there the next save removes it: now the store may be out of reach
+            shutil.rmtree(unfinished, ignore_errors=True)
+        remedy = "see that it can be reached" if remote else "make room"
         raise InputError(
             f"The checkpoint of step {step} could not be written to {run_dir} "
-            f"({next(iter(failures.values()))}): make room and start the same command again, it "
+            f"({next(iter(failures.values()))}): {remedy} and start the same command again, it "
             "goes on from the last complete checkpoint."
         )
 
 
+@explained
 def load_checkpoint(
     checkpoint: Path,
     model: nn.Module,
@@ -112,7 +126,8 @@ def load_checkpoint(
     try:
         # Partial, for states that another release of PyTorch names otherwise. No tensor of the
         # model or the optimizer may be missing, and a new rank has no random state in it.
-        saved = dcp.FileSystemReader(checkpoint).read_metadata().state_dict_metadata
+        reader = open_reader(checkpoint)
+        saved = reader.read_metadata().state_dict_metadata
         wanted = {f"model.{name}" for name in content["model"]}
         for name, moments in content["optimizer"]["state"].items():
             wanted |= {f"optimizer.state.{name}.{key}" for key in moments}
@@ -123,7 +138,7 @@ def load_checkpoint(
         with _quiet():
             dcp.load(
                 content,
-                checkpoint_id=checkpoint,
+                storage_reader=reader,
                 planner=DefaultLoadPlanner(allow_partial_load=True),
                 no_dist=world_size == 1,
             )

@@ -21,6 +21,7 @@ from common.classification import Examples
 from common.cli import InputError
 from common.grouping import GroupedSampler
 from common.models import PRESET_NAMES, cannot_load, first_line, resolve_model
+from common.remote import is_remote
 
 BASELINES = {
     # Weighted counts of words: https://scikit-learn.org/stable/modules/feature_extraction.html
@@ -31,7 +32,9 @@ BASELINES = {
 
 def check_name(name: str, save_dir: str) -> str:
     """Return the name of a run. Raises InputError where one has it already: its log and its best
-    model would be overwritten."""
+    model would be overwritten, and where save_dir is an address: its model's folder is local."""
+    if is_remote(save_dir):
+        raise InputError(f"A classifier cannot be saved to {save_dir}: give a folder.")
     run_dir = Path(save_dir) / name
     if (run_dir / "metrics.jsonl").exists():
         raise InputError(f"{run_dir} holds a run already: give another -e.")

@@ -115,6 +115,14 @@ def share(text: str) -> float:
     return value
 
 
+def check_output(file: Path | None) -> None:
+    """Raise InputError if a file that shall be written is there already, or cannot be made."""
+    if file and file.exists():
+        raise InputError(f"{file} exists already: give another file, or delete it.")
+    if file and not os.access(file.parent, os.W_OK):
+        raise InputError(f"{file} cannot be written: give a file in another folder.")
+
+
 def run_given_script(prepare: Callable[[], None]) -> None:
     """Run the script whose path is the first argument, with the others, after calling `prepare`.
 

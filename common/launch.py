@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from common.cli import InputError, wait_for_rank_0
+from common.remote import local_side
 
 # What torchrun tells each process that it starts.
 PLACE = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")
@@ -26,8 +27,7 @@ ALONE = {**dict.fromkeys(PLACE, "0"), "WORLD_SIZE": "1", "MASTER_ADDR": "localho
 REQUEUE_STATUS = 75  # EX_TEMPFAIL of sysexits.h: try again later
 PR_SET_PDEATHSIG = 1  # https://man7.org/linux/man-pages/man2/PR_SET_PDEATHSIG.2const.html
 
-# Set when the run has a name, for a run that is interrupted.
-_how_to_go_on = "nothing was started."
+_how_to_go_on = "there is no run to go on with."  # until one has a name
 
 
 def complete_environment() -> None:
@@ -139,7 +139,7 @@ def ask_for_requeue(run_dir: Path, step: int) -> int:
     """
     if os.environ["RANK"] == "0":
         start = [os.environ.get(name, "0") for name in ("SLURM_JOB_ID", "SLURM_RESTART_COUNT")]
-        (run_dir / "requeue").write_text(" ".join(start) + "\n")
+        (local_side(run_dir) / "requeue").write_text(" ".join(start) + "\n")
         sentence = f"Told to stop; saved after step {step}; {_how_to_go_on}"
         print(sentence, file=sys.stderr, flush=True)
     return 0 if "TORCHELASTIC_RUN_ID" in os.environ else REQUEUE_STATUS

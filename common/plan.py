@@ -12,10 +12,11 @@ import torch
 
 from common.cli import ArgumentParser, InputError
 from common.launch import experiment_name, run
+from common.remote import as_path, is_remote, local_folder
 
 
 def plan(words: list[str]) -> tuple[str, str, int, int]:
-    """Return (name, folder of the runs, processes, threads of each) for a launch file.
+    """Return (name, local folder of the runs, processes, threads of each) for a launch file.
 
     words: the arguments of the script, which knows all of them. The number of processes is
     NPROC_PER_NODE, or the number of GPUs, or 2. NNODES is the number of nodes, or MIN:MAX.
@@ -38,7 +39,10 @@ def plan(words: list[str]) -> tuple[str, str, int, int]:
     if nodes != "1" and args.experiment_name is None:
         raise InputError("A run on several nodes needs one name for all of them: give one with -e.")
     threads = max(1, (os.cpu_count() or 1) // int(processes))
-    return experiment_name(args), args.save_dir, int(processes), threads
+    save_dir = args.save_dir  # or where logs and marks for the job script can be
+    if is_remote(save_dir):
+        save_dir = str(local_folder(as_path(save_dir)))
+    return experiment_name(args), save_dir, int(processes), threads
 
 
 if __name__ == "__main__":

@@ -2,9 +2,6 @@
 
 import argparse
 import json
-import os
-import re
-import shutil
 import socket
 from pathlib import Path
 
@@ -14,6 +11,7 @@ from torch import nn
 
 from common.cli import InputError
 from common.data import Blocks
+from common.remote import exists, explained, is_folder, is_remote, read_text, stamp_of
 
 FORMAT = 1
 MODEL_SETTINGS = (
@@ -63,6 +61,20 @@ def describe_training(
     }
 
 
+def check_agreement(facts: dict[str, object], way_out: str) -> None:
+    """Raise InputError if a rank has another fact of some name than rank 0; all must call this."""
+    rank, _ = rank_and_world_size()
+    everyone = gather({rank: (facts, socket.gethostname())})
+    for other, (theirs, host) in everyone.items():
+        for name, value in everyone[0][0].items():
+            if theirs[name] != value:
+                raise InputError(
+                    f"Rank {other} on {host} has {name} {theirs[name]}, rank 0 on {everyone[0][1]} "
+                    f"has {value}: {way_out}."
+                )
+
+
+@explained
 def find_checkpoint(run_dir: Path, training: dict[str, object]) -> Path | None:
     """Return the folder of the newest complete checkpoint of a run, or None for a new run.
 
@@ -70,16 +82,9 @@ def find_checkpoint(run_dir: Path, training: dict[str, object]) -> Path | None:
     another one, or if its checkpoint is damaged. Nothing is loaded yet. All ranks must call this.
     """
     rank, world_size = rank_and_world_size()
-    everyone = gather({rank: (training, socket.gethostname())})
-    for other, (theirs, host) in everyone.items():
-        for name, value in everyone[0][0].items():
-            if theirs[name] != value:
-                raise InputError(
-                    f"Rank {other} on {host} has {name} {theirs[name]}, rank 0 on {everyone[0][1]} "
-                    f"has {value}: give all nodes the same arguments, data and Python."
-                )
+    check_agreement(training, "give all nodes the same arguments, data and Python")
     record_file = run_dir / "state.json"
-    if not record_file.exists():
+    if not exists(record_file):
         # One folder can be left by a kill before the first record; more were once recorded.
         if len(list((run_dir / "checkpoints").glob("step-*"))) > 1:
             raise InputError(
@@ -88,11 +93,11 @@ def find_checkpoint(run_dir: Path, training: dict[str, object]) -> Path | None:
             )
         return None
     try:
-        state = json.loads(record_file.read_text(encoding="utf-8"))
+        state = json.loads(read_text(record_file))
         saved, records = state["training"], state["checkpoints"]
         if state["format"] != FORMAT:
             raise ValueError(f"format {state['format']}, not {FORMAT}")
-        present = [r for r in records if (run_dir / r["path"]).is_dir()]
+        present = [r for r in records if is_folder(run_dir / r["path"])]
     except (ValueError, KeyError, TypeError) as error:
         raise InputError(
             f"{record_file} is damaged ({error!r}): restore it, or start anew with another -e."
@@ -108,7 +113,8 @@ def find_checkpoint(run_dir: Path, training: dict[str, object]) -> Path | None:
     record = present[-1]
     path = run_dir / record["path"]
     mine = sorted(record["files"])[rank::world_size]  # each rank reads its share of the bytes
-    damaged = gather({n: 1 for n in mine if measure_file(path / n) != record["files"][n]})
+    files = record["files"]
+    damaged = gather({n: 1 for n in mine if measure_file(path / n, files[n]) != files[n]})
     for name in damaged:
         way_back = "start anew with another -e"
         if len(present) > 1:
@@ -117,57 +123,24 @@ def find_checkpoint(run_dir: Path, training: dict[str, object]) -> Path | None:
     return path
 
 
-def commit_checkpoint(
-    run_dir: Path,
-    path: Path,
-    unfinished: Path,
-    step: int,
-    training: dict[str, object],
-    files: dict[str, dict],
-    keep: int,
-) -> None:
-    """Make the checkpoint in `unfinished` the newest one of the run, at run_dir / path.
+@explained
+def measure_file(file: Path, expected: dict | None = None) -> dict[str, object] | None:
+    """Return size in bytes and checksum of a file, None where there is none.
 
-    Renames it, then replaces state.json, then deletes all but the newest `keep`: at any moment
-    state.json names only complete checkpoints. files: from measure_file, by name.
+    expected: what is recorded of it. What else stands there than these two is returned as it is,
+    and all of it where a store can say that the file has not changed since.
     """
-    record_file = run_dir / "state.json"
-    records = []
-    if record_file.exists():
-        records = json.loads(record_file.read_text(encoding="utf-8"))["checkpoints"]
-    # A checkpoint of this step or a later one is left from before a kill or a return to an older
-    # one. It is trained again, so it is in the way.
-    stale = [r for r in records if r["step"] >= step or not (run_dir / r["path"]).is_dir()]
-    records = [r for r in records if r not in stale]
-    if stale:  # or a kill after the renaming would leave old checksums for new files
-        _write_record(run_dir, training, records)
-    shutil.rmtree(run_dir / path, ignore_errors=True)
-    unfinished.replace(run_dir / path)
-    records = [*records, {"step": step, "path": path.as_posix(), "files": files}][-keep:]
-    _write_record(run_dir, training, records)
-    kept = {Path(record["path"]).name for record in records}
-    for folder in (run_dir / "checkpoints").iterdir():
-        if re.fullmatch(r"(\.unfinished-)?step-\d+", folder.name) and folder.name not in kept:
-            shutil.rmtree(folder)
-
-
-def _write_record(run_dir: Path, training: dict[str, object], records: list[dict]) -> None:
-    temporary = run_dir / "state.json.tmp"
-    with temporary.open("w", encoding="utf-8") as file:
-        json.dump({"format": FORMAT, "training": training, "checkpoints": records}, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(run_dir / "state.json")
-
-
-def measure_file(file: Path) -> dict[str, object] | None:
-    """Return size in bytes and checksum of a file, None where there is none."""
+    expected = expected or {}
     try:
+        if is_remote(file) and "stamp" in expected:
+            info = file.fs.info(file.path)
+            if (info["size"], stamp_of(info)) == (expected["bytes"], expected["stamp"]):
+                return expected
         with file.open("rb") as content:
             digest = xxhash.xxh3_64()
             while chunk := content.read(2**24):
                 digest.update(chunk)
-            return {"bytes": content.tell(), "xxh3_64": digest.hexdigest()}
+            return {**expected, "bytes": content.tell(), "xxh3_64": digest.hexdigest()}
     except FileNotFoundError:
         return None
 

@@ -23,6 +23,8 @@ from transformers.utils.logging import disable_progress_bar
 from common import models, record
 from common.attention import causal_attention
 from common.cli import InputError
+from common.remote import as_path, exists, explained, is_folder, read_text
+from common.writer import cause_of, open_reader
 
 
 class Kept(NamedTuple):
@@ -52,6 +54,7 @@ class Trained(NamedTuple):
     seq_length: int | None
 
 
+@explained
 def find_kept(run: Path, step: int | None) -> Kept:
     """Return a run's checkpoint of this step, or its newest one; nothing is loaded yet.
 
@@ -59,11 +62,11 @@ def find_kept(run: Path, step: int | None) -> Kept:
     """
     record_file = run / "state.json"
     try:
-        state = json.loads(record_file.read_text(encoding="utf-8"))
+        state = json.loads(read_text(record_file))
         training, checkpoints = state["training"], state["checkpoints"]
         if state["format"] != record.FORMAT:
             raise ValueError(f"format {state['format']}, not {record.FORMAT}")
-        kept = {c["step"]: c for c in checkpoints if (run / c["path"]).is_dir()}
+        kept = {c["step"]: c for c in checkpoints if is_folder(run / c["path"])}
     except (FileNotFoundError, NotADirectoryError) as error:
         reason = "there is no such folder" if not run.exists() else "it has no state.json"
         raise InputError(
@@ -96,7 +99,7 @@ def build_on_meta(kept: Kept, config: PretrainedConfig, name: str) -> PreTrained
 def check_files(kept: Kept) -> None:
     """Raise InputError if a file of the checkpoint is not the one that was committed."""
     for name, expected in kept.files.items():
-        if record.measure_file(kept.path / name) != expected:
+        if record.measure_file(kept.path / name, expected) != expected:
             others = ", ".join(map(str, kept.others))
             way_out = f"give another --step ({others})" if others else "no other step is kept"
             raise InputError(f"The checkpoint file {kept.path / name} is damaged: {way_out}.")
@@ -130,11 +133,8 @@ def reading(checkpoint: Path) -> Iterator[None]:
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
             yield
     except CheckpointException as error:  # holds what was raised, Ctrl-C as well
-        cause = next(iter(error.failures.values()))[0]
-        if not isinstance(cause, OSError):
-            raise cause from error
         raise InputError(
-            f"The checkpoint {checkpoint} cannot be read ({cause.strerror}): if the run went on "
+            f"The checkpoint {checkpoint} cannot be read ({cause_of(error)}): if the run went on "
             "and deleted it, start this once more."
         ) from error
 
@@ -148,8 +148,8 @@ def load_trained(
     Raises InputError where there is no such thing, or it does not fit together.
     """
     disable_progress_bar()
-    folder = Path(name)
-    if (folder / "state.json").exists():
+    folder = as_path(name)
+    if explained(exists)(folder / "state.json"):
         while True:
             kept = find_kept(folder, step)
             try:
@@ -187,7 +187,7 @@ def _load_run(kept: Kept, model_name: str, tokenizer_name: str | None) -> Traine
     dtype = getattr(torch, kept.training["param_dtype"])
     weights = empty_weights(on_meta, dtype)
     with reading(kept.path):
-        dcp.load({"model": weights}, checkpoint_id=kept.path, no_dist=True)
+        dcp.load({"model": weights}, storage_reader=open_reader(kept.path), no_dist=True)
     # Without a name: it takes these tensors, ties them, and computes what no checkpoint holds.
     model = type(on_meta).from_pretrained(
         None,

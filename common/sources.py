@@ -11,7 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
 from common.cli import InputError
+from common.mirror import mirror
 from common.models import not_found, prepare_for_hub
+from common.remote import is_remote
 from common.tables import (
     documents_of,
     import_datasets,
@@ -56,7 +58,7 @@ class Source(NamedTuple):
 
 
 def find_source(name: str, subset: str | None, text_column: str | None) -> Source:
-    """Resolve a data set's name: preset, then local path, then hub id.
+    """Resolve a data set's name: preset, then address or local path, then hub id.
 
     Raises InputError, now or in `load`, where there is no such data set or no such column.
     """
@@ -64,6 +66,8 @@ def find_source(name: str, subset: str | None, text_column: str | None) -> Sourc
     text = name == BUILT_IN or path.suffix in TEXT_SUFFIXES
     if text and (subset or text_column):
         raise InputError(f"{name} is text: it has no --dataset-subset and no --text-column.")
+    if is_remote(name):
+        path = mirror(name, (*TEXT_SUFFIXES, *TABLE_SUFFIXES))
     if name == BUILT_IN:
         root = Path(sysconfig.get_paths()["stdlib"])
         files = _files(root, (".py",), skip=NOT_CODE)

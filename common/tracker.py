@@ -12,6 +12,7 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
+from common import remote
 from common.cli import InputError
 from common.record import gather, rank_and_world_size
 
@@ -29,22 +30,24 @@ def make_run_dir(save_dir: str, experiment_name: str, rank: int) -> Path:
     """Return <save_dir>/<experiment_name>, which now exists, can be written and is this run's.
 
     Rank 0 holds a lock on it until its process ends; after a restart it waits for it, LOST_NODE_S
-    at most. Raises InputError for a name that is no folder's, a folder that cannot be written, one
-    in which another process is training, or one that is another folder on another node. All ranks
-    must call this.
+    at most. The lock of an address is a file of this machine, and holds on this one alone. Raises
+    InputError for a name that is no folder's, a folder that cannot be written, one in which another
+    process is training, or one that is another folder on another node. All ranks must call this.
     """
     if not re.fullmatch(r"[\w.-]+", experiment_name) or not experiment_name.strip("."):
         raise InputError(
             f"{experiment_name!r} cannot be an experiment's name: it names a folder, so use "
             "letters, digits, '-', '_' and '.'."
         )
-    run_dir = Path(save_dir) / experiment_name
+    run_dir = remote.as_path(save_dir) / experiment_name
+    here = remote.local_side(run_dir)  # the same folder, unless that is at an address
     try:
-        run_dir.mkdir(parents=True, exist_ok=True)
+        here.mkdir(parents=True, exist_ok=True)
         if rank == 0:
-            lock = _locks.setdefault(run_dir, FileLock(run_dir / ".lock"))
+            lock = _locks.setdefault(here, FileLock(here / ".lock"))
             lock.acquire(timeout=LOST_NODE_S if _is_a_restart() else 0)
-            (run_dir / "requeue").unlink(missing_ok=True)  # from the start before this one
+            (here / "requeue").unlink(missing_ok=True)  # from the start before this one
+            remote.check_writable(run_dir)
     except Timeout as error:
         raise InputError(
             f"Another process is training in {run_dir}: wait for it, or give another -e."
@@ -52,7 +55,8 @@ def make_run_dir(save_dir: str, experiment_name: str, rank: int) -> Path:
     except (OSError, NotImplementedError) as error:  # some file systems of clusters cannot lock
         reason = getattr(error, "strerror", None) or error
         raise InputError(
-            f"Cannot write to {run_dir} ({reason}): give another --save-dir."
+            f"Cannot write to {here} ({reason}): give another "
+            f"{'--save-dir' if here == run_dir else 'HF_HOME'}."
         ) from error
     _check_that_all_see_it(run_dir)
     return run_dir
@@ -64,6 +68,7 @@ def _is_a_restart() -> bool:
     return any(int(os.environ.get(count, 0)) for count in counts)
 
 
+@remote.explained
 def _check_that_all_see_it(run_dir: Path) -> None:
     """Raise InputError if this is not one folder for all ranks: a checkpoint would be in pieces."""
     rank, world_size = rank_and_world_size()
@@ -108,7 +113,7 @@ class Tracker:
         if rank == 0:
             path = run_dir / "metrics.jsonl"
             _keep_steps(path, step)
-            self._file = path.open("a", encoding="utf-8")
+            self._file = remote.open_to_append(path)
         if (rank == 0 or node) and os.environ.get("WANDB_MODE") != "disabled":
             name = run_dir.name if rank == 0 else f"{run_dir.name}-{node}"
             self._wandb = _start_wandb(run_dir, config, name, run_dir.name if node else None)
@@ -149,15 +154,19 @@ class Tracker:
             self._wandb = None
 
 
+@remote.explained
 def _keep_steps(path: Path, last: int) -> None:
     """Remove the lines of later steps, and one that a kill cut short, in one atomic change."""
     kept = []
-    for line in path.read_text(encoding="utf-8").splitlines() if path.exists() else ():
+    for line in path.read_text(encoding="utf-8").splitlines() if remote.exists(path) else ():
         try:
             if json.loads(line)["step"] <= last:
                 kept.append(line + "\n")
         except ValueError:
             continue
+    if remote.is_remote(path):
+        remote.put(path, "".join(kept))
+        return
     temporary = path.with_suffix(".tmp")
     temporary.write_text("".join(kept), encoding="utf-8")
     temporary.replace(path)
@@ -173,7 +182,7 @@ def _start_wandb(run_dir: Path, config: dict, name: str, group: str | None):
         mode = "offline"
     options = {
         "project": PROJECT,
-        "dir": run_dir,
+        "dir": remote.local_side(run_dir),
         "name": name,
         "id": name,
         "group": group,

@@ -1,8 +1,17 @@
-"""Files of a checkpoint, and why they could not be written."""
+"""Files of a checkpoint, on a disk or in a store, and why they could not be written."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path, PurePosixPath
 
 import torch.distributed.checkpoint as dcp
+import xxhash
 from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint._fsspec_filesystem import FileSystem, FsspecReader, FsspecWriter
 from torch.futures import Future
+
+from common.record import measure_file
+from common.remote import is_remote, plain_errors, reason_of, stamp_of
 
 
 class Writer(dcp.FileSystemWriter):
@@ -23,9 +32,115 @@ class Writer(dcp.FileSystemWriter):
                 link = link.__cause__ or link.__context__
             raise
 
+    def measure(self, rank: int) -> dict[str, dict]:
+        """Return size and checksum of each file that this rank has written, by name."""
+        own = [*self.path.glob(f"__{rank}_*"), *([self.path / ".metadata"] if rank == 0 else [])]
+        return {file.name: measure_file(file) for file in own}
+
+
+class RemoteWriter(FsspecWriter):
+    """Writes to an address, right to where the files stay: a store cannot rename a folder.
+
+    Sums are taken of the bytes on their way, so that nothing has to be read back.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        # An object is safe when the store says so: there is no disk of this machine to be synced.
+        super().__init__(str(folder), sync_files=False, **folder.storage_options)
+        self.fs = _StoredFiles()
+        self.fs.init_path(str(folder), **folder.storage_options)
+
+    def prepare_local_plan(self, *args: object) -> object:
+        with plain_errors():
+            return super().prepare_local_plan(*args)
+
+    def write_data(self, *args: object) -> Future:
+        with plain_errors():
+            return super().write_data(*args)
+
+    def finish(self, **parts: object) -> None:
+        with plain_errors():
+            super().finish(**parts)
+
+    def measure(self, rank: int) -> dict[str, dict]:
+        """Return size and checksum of each file that this rank has written, by name.
+
+        With the store's own mark of the content, if it has one. Raises OSError where the store has
+        another size.
+        """
+        with plain_errors():
+            for name, known in self.fs.sums.items():
+                info = self.fs.fs.info(f"{self.path}/{name}")
+                if info["size"] != known["bytes"]:
+                    raise OSError(f"{name} has {info['size']} bytes, not {known['bytes']}")
+                if stamp := stamp_of(info):
+                    known["stamp"] = stamp
+        return self.fs.sums
+
+
+class RemoteReader(FsspecReader):
+    """Reads from an address."""
+
+    def __init__(self, folder: Path) -> None:
+        super().__init__(str(folder), **folder.storage_options)
+        self.fs = _StoredFiles()
+        self.fs.init_path(str(folder), **folder.storage_options)
+
+
+class _StoredFiles(FileSystem):
+    """Files in a store; notes size and checksum of each that is written, by name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sums: dict[str, dict] = {}
+
+    @contextmanager
+    def create_stream(self, path: str, mode: str) -> Iterator:
+        if mode == "rb":
+            # PyTorch reads the end of a tensor before its beginning. The usual buffer, of what
+            # comes next, would be filled anew each time: nearly three times the bytes.
+            with self.fs.open(path, mode, cache_type="blockcache") as stream:
+                yield stream
+            return
+        with super().create_stream(path, mode) as stream:
+            summing = _SummingStream(stream)
+            yield summing
+        known = {"bytes": summing.size, "xxh3_64": summing.digest.hexdigest()}
+        self.sums[PurePosixPath(path).name] = known  # closed: it is there
+
+    def rename(self, path: str, new_path: str) -> None:
+        super().rename(path, new_path)
+        self.sums[PurePosixPath(new_path).name] = self.sums.pop(PurePosixPath(path).name)
+
+    def mkdir(self, path: str) -> None:
+        """There are no folders. And s3fs would make a bucket that it cannot see."""
+
+
+class _SummingStream:
+    def __init__(self, stream) -> None:
+        self.stream, self.size, self.digest = stream, 0, xxhash.xxh3_64()
+
+    def write(self, data: bytes | memoryview) -> int:
+        self.digest.update(data)
+        self.size += memoryview(data).nbytes
+        return self.stream.write(data)
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.stream, name)
+
+
+def open_writer(folder: Path) -> Writer | RemoteWriter:
+    """Return what writes a checkpoint's files to a local folder or an address."""
+    return RemoteWriter(folder) if is_remote(folder) else Writer(folder)
+
+
+def open_reader(folder: Path) -> dcp.FileSystemReader:
+    """Return what reads a checkpoint's files from a local folder or an address."""
+    return RemoteReader(folder) if is_remote(folder) else dcp.FileSystemReader(folder)
+
 
 def cause_of(error: BaseException) -> str:
-    """Return the operating system's reason in one line; raise what is no error of a file.
+    """Return the system's or the store's reason in one line; raise what is no error of a file.
 
     CheckpointException holds an exception for each rank, Ctrl-C among them.
     """
@@ -33,4 +148,6 @@ def cause_of(error: BaseException) -> str:
         error = next(iter(error.failures.values()))[0]
     if isinstance(error, OSError) and error.strerror:
         return error.strerror
+    if reason := reason_of(error):
+        return reason
     raise error

@@ -35,11 +35,11 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     """Skip what this machine lacks, and say what it is.
 
     With pytest-xdist a process gets whole files, whose tests share what fixtures have started. One
-    gets all those with a cluster, which take longest and begin first.
+    gets all those with a cluster. What takes longest begins first.
     """
     on_cluster = {item.path for item in items if item.get_closest_marker("slurm")}
     if "PYTEST_XDIST_WORKER" in os.environ:
-        items.sort(key=lambda item: item.path not in on_cluster)
+        items.sort(key=lambda item: (item.path not in on_cluster, item.path.stem != "test_pages"))
         for item in items:
             name = "cluster" if item.path in on_cluster else item.path.name
             item.add_marker(pytest.mark.xdist_group(name))

@@ -61,7 +61,7 @@ def server_context() -> multiprocessing.context.ForkServerContext:
 
 
 def ask_ranks(
-    world_size: int, target: Callable[..., None], *arguments: object, timeout: float = 60
+    world_size: int, target: Callable[..., None], *arguments: object, timeout: float = 120
 ) -> list:
     """Call target(rank, *arguments, queue) in a process for each rank; return the answers by rank.
 
@@ -137,7 +137,7 @@ class Series:
         folder: Path,
         env: list[dict[str, object]] | None = None,
         in_shell: bool = False,
-        timeout: float = 60,
+        timeout: float = 180,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.seconds: dict[str, float] = {}  # how long each run took that came to its end

@@ -21,6 +21,7 @@ from torch.distributed import TCPStore
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from common import launch, models, runs
+from common.cli import InputError
 from common.sources import find_source
 
 SCRIPT = ROOT / "01-single-gpu/evaluate.py"
@@ -228,6 +229,44 @@ def test_ranks_give_the_same_number(world_size, evaluate, saved, tmp_path):
     assert found["ranks"] == world_size
     assert means["loss"] != pytest.approx(expected["loss"], rel=1e-6)
     assert repeated["scored_tokens"] == world_size * expected["scored_tokens"]
+
+
+def refuse_ranks(rank: int, port: int, args: tuple, world_size: int, queue) -> None:
+    """Evaluate, the last rank another checkpoint, and answer with the sentence that ends it."""
+    os.chdir(ROOT)
+    os.environ |= {k: str(v) for k, v in place_of(rank, world_size).items()}
+    os.environ["MASTER_PORT"] = str(port)
+    script = load_script(SCRIPT)
+    another_checkpoint(script)
+    sys.argv = ["evaluate.py", *map(str, args)]
+    try:
+        script.main()
+    except InputError as error:
+        queue.put((rank, str(error)))
+
+
+def another_checkpoint(script) -> None:
+    """The run has gone on when the last rank reads it."""
+    load = script.runs.load_trained
+
+    def load_another(*args: object):
+        trained = load(*args)
+        late = int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1
+        return trained._replace(origin="step 9 of it") if late else trained
+
+    script.runs.load_trained = load_another
+
+
+def test_ranks_that_read_different_checkpoints(saved, tmp_path):
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    args = (saved / "gpt2", "-d", saved / "corpus.json", "--output", tmp_path / "facts.json")
+    said = ask_ranks(2, refuse_ranks, store.port, args, 2, timeout=180)
+    for sentence in said:
+        assert " has model step 9 of it, rank 0 on " in sentence and sentence.startswith("Rank 1 on ")
+            sentence.startswith("Rank 1 on ") and " has model step 9 of it, rank 0 on " in sentence
+        )
+        assert sentence.endswith("/gpt2: give --step, and all nodes the same data."), said
+    assert not (tmp_path / "facts.json").exists()
 
 
 # --- what it measures ---

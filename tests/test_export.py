@@ -366,7 +366,7 @@ def test_what_stops_the_reading(runs, refuse, export, tmp_path, monkeypatch):
     """A run that goes on deletes old checkpoints; Ctrl-C stays Ctrl-C."""
     run, target = tmp_path / "run", tmp_path / "model"
     shutil.copytree(runs / "gpt2", run)
-    monkeypatch.setattr(record, "measure_file", lambda file: measures[file.name])
+    monkeypatch.setattr(record, "measure_file", lambda file, _: measures[file.name])
     measures = json.loads((run / "state.json").read_text())["checkpoints"][-1]["files"]
     next(run.glob("checkpoints/step-00000004/*.distcp")).unlink()
     assert "cannot be read (No such file or directory): if the run went" in refuse(run, target)

@@ -286,12 +286,12 @@ def test_a_checkpoint_that_goes_while_it_is_read(generate, tmp_path, monkeypatch
     save_run(run, "gpt2-tiny", random_model("gpt2-tiny"), 3)
     read, deleted = measure_file, []
 
-    def go_on(file: Path) -> dict | None:
+    def go_on(file: Path, expected: dict) -> dict | None:
         if not deleted:
             deleted.append(file)
             save_run(run, "gpt2-tiny", other_model("gpt2-tiny"), 5)
             shutil.rmtree(run / "checkpoints/step-00000003")
-        return read(file)
+        return read(file, expected)
 
     monkeypatch.setattr(runs.record, "measure_file", go_on)
     assert generate(run, "-p", "def").err.startswith("step 5 of ")

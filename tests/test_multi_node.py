@@ -262,7 +262,7 @@ def test_same_losses_with_launch_ssh(lab):
     hosts = lab.folder / "hosts"
     hosts.write_text("node1  # the head\n\nnode2\n")
     script = ("bash", "03-multi-node/launch_ssh.sh")
-    env = {"SSH": f"ssh -F {lab.cluster.ssh_config}", "NPROC_PER_NODE": 2, "PAUSE": 0.6}
+    env = {"SSH": f"ssh -F {lab.cluster.ssh_config}", "NPROC_PER_NODE": 2, "PAUSE": 1.5}
     assert lab.launch("ssh", *script, "start", hosts, **env).wait(30) == 0
     lab.wait_for_step("ssh", 5)
     assert lab.launch("ssh", *script, "start", hosts, **env).wait(30) == 2

@@ -1,0 +1,641 @@
+"""Runs and data at an address, against an S3 server that the tests start on this machine.
+
+What a cut connection leaves is a checkpoint or is none; requests fail one after the other, and a
+proxy is closed in the middle of a save.
+"""
+
+import contextlib
+import json
+import logging
+import os
+import socket
+import sys
+import threading
+import urllib.request
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT, load_script
+from runner import Ranks, finish, start
+from torch import nn
+from torch.optim.lr_scheduler import LambdaLR
+
+from common import checkpoint, cli, commit, launch, plan, record, remote, runs, sources, tracker
+from common.cli import InputError
+from common.mirror import mirror
+
+pytest.importorskip("s3fs", reason="needs s3fs, of the extra s3")
+moto_server = pytest.importorskip("moto.server", reason="needs moto, of the extra test")
+import fsspec  # noqa: E402
+import s3fs  # noqa: E402
+
+SMALL = ["-s", 32, "--global-batch-size", 6, "--max-steps", 8, "--ckpt-freq", 2, "--log-freq", 1]
+SENTENCE = "see that it can be reached and start the same command again, it goes on from the last"
+TRAINING = {"model": "tiny"}
+
+
+class Proxy:
+    """A TCP proxy before the server. `cut` closes it, `mend` opens it at the same port again.
+
+    cut_at: bytes; from the time that a request holds them on, `after` more pass before it is cut.
+    """
+
+    def __init__(self, server: tuple[str, int]) -> None:
+        self.server, self.port = server, 0
+        self.cut_at, self.after, self.was_cut = None, 0, False
+        self.mend()
+
+    def mend(self) -> None:
+        self.cut_at, self.sockets = None, []
+        self.listener = socket.create_server(("127.0.0.1", self.port))
+        self.port = self.listener.getsockname()[1]
+        threading.Thread(target=self._accept, args=(self.listener,), daemon=True).start()
+
+    @property
+    def url(self) -> str:
+        return f"http://127.0.0.1:{self.port}"
+
+    def cut(self) -> None:
+        self.was_cut = True
+        self.listener.shutdown(socket.SHUT_RDWR)  # wakes who accepts
+        self.listener.close()
+        for each in self.sockets:
+            with contextlib.suppress(OSError):  # one that has ended already
+                each.shutdown(socket.SHUT_RDWR)  # closed only, it would stay while a thread reads
+            each.close()
+
+    def _accept(self, listener: socket.socket) -> None:
+        while True:
+            try:
+                client, _ = listener.accept()
+            except OSError:
+                return
+            server = socket.create_connection(self.server)
+            self.sockets += [client, server]
+            for pair in ((client, server), (server, client)):
+                threading.Thread(target=self._pump, args=pair, daemon=True).start()
+
+    def _pump(self, source: socket.socket, target: socket.socket) -> None:
+        left = None
+        try:
+            while data := source.recv(2**16):
+                if left is None and self.cut_at and self.cut_at in data:
+                    left = self.after
+                if left is not None and (left := left - len(data)) < 0:
+                    self.cut()
+                    return
+                target.sendall(data)
+            target.shutdown(socket.SHUT_WR)
+        except OSError:  # closed by the other direction, or cut
+            return
+
+
+@pytest.fixture(scope="module")
+def server() -> Iterator[tuple[str, int]]:
+    """Start the S3 server, set credentials that are fake, and return its host and port."""
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    threaded = moto_server.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    threaded.start()
+    place = threaded.get_host_and_port()
+    with pytest.MonkeyPatch.context() as patch:
+        for name in [name for name in os.environ if name.startswith("AWS_")]:
+            patch.delenv(name)
+        settings = {
+            "AWS_ACCESS_KEY_ID": "nobody",
+            "AWS_SECRET_ACCESS_KEY": "nothing",
+            "AWS_DEFAULT_REGION": "us-east-1",
+            "AWS_ENDPOINT_URL": f"http://127.0.0.1:{place[1]}",
+            "AWS_CONFIG_FILE": os.devnull,
+            "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
+            "AWS_EC2_METADATA_DISABLED": "true",
+            "AWS_MAX_ATTEMPTS": "1",  # what is cut off stays so: no test waits for more
+        }
+        for name, value in settings.items():
+            patch.setenv(name, value)
+        fsspec.filesystem("s3").mkdir("bucket")
+        yield place
+    threaded.stop()
+
+
+@pytest.fixture
+def bucket(server) -> str:
+    """Return an address of this test's own."""
+    return f"s3://bucket/{uuid.uuid4().hex}"
+
+
+def store() -> s3fs.S3FileSystem:
+    return fsspec.filesystem("s3", use_listings_cache=False)
+
+
+def names_below(address: str) -> set[str]:
+    root = address.removeprefix("s3://")
+    return {name.removeprefix(f"{root}/") for name in store().find(root)}
+
+
+def steps_below(address: str) -> set[str]:
+    return {path.split("/")[1] for path in names_below(address) if "step-" in path}
+
+
+def losses(run_dir: Path) -> list[float]:
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    assert [json.loads(line)["step"] for line in lines] == list(range(1, 9))
+    return [json.loads(line)["loss"] for line in lines]
+
+
+@pytest.fixture
+def run(monkeypatch, capfd, caplog):
+    """Return a function that runs chapter 1 in this process: status, lines of log and stderr."""
+    caplog.set_level(logging.INFO, logger="train_llm")
+
+    def run(*args: object) -> tuple[int, list[str]]:
+        caplog.clear()
+        monkeypatch.setattr(sys, "argv", ["train_llm.py", *map(str, args), "-e", "run"])
+        capfd.readouterr()
+        with pytest.raises(SystemExit) as exit_:
+            launch.run(load_script(ROOT / "01-single-gpu/train_llm.py").main)
+        lines = capfd.readouterr().err.splitlines()
+        assert not any("Traceback" in line for line in lines), lines
+        return exit_.value.code or 0, [f"[20: {text}" for text in caplog.messages] + lines
+
+    return run
+
+
+@pytest.fixture(scope="module")
+def texts(tmp_path_factory) -> Path:
+    path = tmp_path_factory.mktemp("texts") / "corpus.json"
+    path.write_text(json.dumps([f"Text number {n}, of many words. " * 20 for n in range(50)]))
+    return path
+
+
+@pytest.fixture(scope="module")
+def straight(texts) -> dict[str, Path]:
+    """Return, by chapter, a run on this machine's disk that nobody disturbed."""
+    folder = texts.parent
+    arguments = ["-d", texts, *SMALL, "--save-dir", folder, "-e"]
+    assert finish(start([*arguments, "01-single-gpu"])) == 0
+    for chapter in ("02-ddp", "04-fsdp"):
+        assert Ranks(2, [*arguments, chapter], chapter=chapter).finish() == [0, 0]
+    return {path.name: path for path in folder.iterdir() if path.is_dir()}
+
+
+# --- whole runs ---
+
+
+@pytest.mark.parametrize("place", ["s3", "memory", "file"])
+def test_all_of_a_run_at_an_address(place, server, run, straight, texts, tmp_path):
+    address = {"s3": "s3://bucket/all", "memory": "memory://all", "file": f"file://{tmp_path}"}
+    data = f"{address[place]}/data/corpus.json"
+    remote.as_path(data).fs.pipe_file(remote.as_path(data).path, texts.read_bytes())
+    args = ("-d", data, *SMALL, "--save-dir", f"{address[place]}/runs")
+    status, lines = run(*args)
+    assert status == 0, lines
+    run_dir = remote.as_path(f"{address[place]}/runs/run")
+    assert any(f"the run's folder is {run_dir}; " in line for line in lines)
+    assert losses(run_dir) == losses(straight["01-single-gpu"])
+    found = {path.removeprefix(run_dir.path + "/") for path in run_dir.fs.find(run_dir.path)}
+    files = {
+        f"checkpoints/step-0000000{n}/{f}" for n in (6, 8) for f in (".metadata", "__0_0.distcp")
+    }
+    assert found == {"state.json", "metrics.jsonl"} | files
+    here = {path.name for path in remote.local_side(run_dir).iterdir()}
+    assert here == {".lock", "state.json"}, "nothing else stays on this machine"
+    # To the checkpoint before, as with a folder.
+    run_dir.fs.rm((run_dir / "checkpoints/step-00000008").path, recursive=True)
+    status, lines = run(*args)
+    assert status == 0 and any("resumed after step 6 of 8" in line for line in lines), lines
+    assert losses(run_dir) == losses(straight["01-single-gpu"])
+    status, lines = run(*args)
+    assert status == 0 and any("this run is complete" in line for line in lines)
+
+
+CUT = [("01-single-gpu", ()), ("02-ddp", ()), ("04-fsdp", ("--async-checkpoint",))]
+
+
+@pytest.mark.parametrize(("chapter", "options"), CUT, ids=[chapter for chapter, _ in CUT])
+def test_a_connection_cut_in_a_save(chapter, options, server, bucket, straight, texts, tmp_path):
+    """A megabyte into the first file of the second checkpoint: of more it has 13 or 7."""
+    proxy = Proxy(server)
+    proxy.cut_at, proxy.after = b"/step-00000004/__0_0.distcp", 2**20
+    args = ["-d", texts, *SMALL, *options, "--save-dir", bucket, "-e", "run"]
+    ranks = 1 if chapter == "01-single-gpu" else 2
+
+    def train() -> list[int]:
+        given = {"env": {"AWS_ENDPOINT_URL": proxy.url}, "chapter": chapter, "plant": hurry}
+        if ranks == 1:
+            return [finish(start(args, stderr_file=str(tmp_path / "stderr-0"), **given))]
+        files = [str(tmp_path / f"stderr-{rank}") for rank in range(ranks)]
+        return Ranks(ranks, args, stderr_file=files, **given).finish()
+
+    statuses = train()
+    said = (tmp_path / "stderr-0").read_text()
+    assert statuses[0] == 2 and proxy.was_cut and "Traceback" not in said, said
+    sentence = said.splitlines()[-1]
+    assert "Could not connect to the endpoint" in sentence
+    if options:  # the training goes on: it may find out first, when it logs
+        assert SENTENCE in sentence or "/run/metrics.jsonl cannot be used (" in sentence
+    else:
+        assert statuses == [2] * ranks and SENTENCE in sentence
+        assert "The checkpoint of step 4 could not be written to s3://" in sentence
+    state = json.loads(store().cat_file(f"{bucket}/run/state.json"))
+    assert [each["step"] for each in state["checkpoints"]] == [2]
+    found = steps_below(f"{bucket}/run")
+    assert found <= {"step-00000002", "step-00000004"} and "step-00000002" in found
+    proxy.mend()
+    assert train() == [0] * ranks
+    assert "resumed after step 2 of 8" in (tmp_path / "stderr-0").read_text()
+    run_dir = remote.as_path(f"{bucket}/run")
+    assert losses(run_dir) == losses(straight[chapter])
+    found = steps_below(f"{bucket}/run")
+    assert found == {"step-00000006", "step-00000008"}, "nothing half-written stays"
+
+
+def hurry() -> None:
+    tracker.SEEN_WITHIN_S = 0.3
+    cli.HEAD_START_S = 0.0
+
+
+def test_a_place_that_the_ranks_do_not_share(texts, tmp_path):
+    """The memory of a process is its own: the check of folders finds that too."""
+    args = ["-d", texts, *SMALL, "--save-dir", "memory://runs", "-e", "run"]
+    files = [str(tmp_path / f"stderr-{rank}") for rank in range(2)]
+    assert Ranks(2, args, chapter="02-ddp", stderr_file=files, plant=hurry).finish() == [2, 2]
+    assert "does not see memory://runs/run of rank 0" in Path(files[0]).read_text()
+
+
+def test_export(server, bucket, straight, monkeypatch, tmp_path, capsys):
+    store().put(str(straight["01-single-gpu"]), f"{bucket}/run", recursive=True)
+    script = load_script(ROOT / "04-fsdp/export.py")
+    folders = [tmp_path / "remote", tmp_path / "local"]
+    for source, target in zip((f"{bucket}/run", straight["01-single-gpu"]), folders, strict=True):
+        monkeypatch.setattr(sys, "argv", ["export.py", str(source), str(target)])
+        script.main()
+    one, other = [(folder / "model.safetensors").read_bytes() for folder in folders]
+    assert one == other
+    logits = [
+        runs.load_trained(str(place), "gpt2-tiny", None, None).model(torch.tensor([[1, 2]])).logits
+        for place in (f"{bucket}/run", straight["01-single-gpu"])
+    ]
+    assert torch.equal(*logits)
+    for source, reason in (("s3://nowhere/run", "no such folder"), (bucket, "no state.json")):
+        monkeypatch.setattr(sys, "argv", ["export.py", source, str(tmp_path / "model")])
+        with pytest.raises(InputError, match=reason):
+            script.main()
+
+
+# --- bad input ---
+
+
+def answer_to(server: tuple[str, int], actions: float) -> None:
+    """Let the server look at the credentials after so many requests; there are no valid ones."""
+    url = f"http://127.0.0.1:{server[1]}/moto-api/reset-auth"
+    kind = {"Content-Type": "text/plain"}
+    request = urllib.request.Request(url, str(actions).encode(), kind, method="POST")
+    urllib.request.urlopen(request).close()
+
+
+@pytest.fixture
+def refuse(run, texts):
+    """Return a function that expects a refusal, of a --save-dir and of a -d, in one sentence."""
+
+    def refuse(address: str) -> Iterator[str]:
+        for args in (("-d", texts, "--save-dir", address), ("-d", f"{address}/corpus.json")):
+            status, lines = run(*SMALL, *args)
+            header = ("[20", "versions: ", "environment: ")
+            said = [line for line in lines if not line.startswith(header)]
+            assert status == 2 and len(said) == 1 and said[0].endswith("."), lines
+            yield said[0]
+
+    return refuse
+
+
+def test_no_such_bucket(server, refuse):
+    saving, reading = refuse("s3://nowhere/runs")
+    assert "Cannot write to s3://nowhere/runs/run (The specified bucket does not exist)" in saving
+    assert "There is no data set at 's3://nowhere/runs/corpus.json'" in reading
+    assert not store().exists("nowhere"), "s3fs would have made it"
+
+
+def test_wrong_credentials(server, refuse):
+    answer_to(server, 0)
+    try:
+        saving, reading = refuse("s3://bucket/runs")
+    finally:
+        answer_to(server, float("inf"))
+    for sentence in (saving, reading):
+        assert "(The AWS Access Key Id you provided does not exist in our records)" in sentence
+        assert "look at the address and the credentials" in sentence
+
+
+def test_no_server(server, refuse, monkeypatch):
+    with socket.create_server(("127.0.0.1", 0)) as other:
+        url = f"http://127.0.0.1:{other.getsockname()[1]}"
+    monkeypatch.setenv("AWS_ENDPOINT_URL", url)
+    s3fs.S3FileSystem.clear_instance_cache()
+    try:
+        for sentence in refuse("s3://bucket/runs"):
+            assert f'Could not connect to the endpoint URL: "{url}/' in sentence
+    finally:
+        s3fs.S3FileSystem.clear_instance_cache()
+
+
+def test_packages_that_are_missing(refuse, monkeypatch):
+    for address, module in (("s3://bucket", "s3fs"), ("gs://bucket", "gcsfs"), ("s3://b", "upath")):
+        with monkeypatch.context() as patch:
+            patch.setitem(sys.modules, module, None)
+            patch.delitem(sys.modules["fsspec.registry"]._registry, "s3", raising=False)
+            for sentence in refuse(address):
+                assert f"{address}" in sentence and "needs more packages (" in sentence
+                assert "pip install --editable '.[s3]' brings those for s3://" in sentence
+    for sentence in refuse("nosuch://bucket"):
+        assert "cannot be opened (" in sentence
+
+
+# --- requests that fail, one after the other ---
+
+
+def save(run_dir: Path, step: int, value: float, keep: int = 2) -> None:
+    """Save a checkpoint of a model whose numbers are all this one."""
+    model = nn.Linear(3, 2)
+    for parameter in model.parameters():
+        nn.init.constant_(parameter, value)
+    optimizer = torch.optim.AdamW(model.parameters())
+    schedule = LambdaLR(optimizer, lambda step: 1.0)
+    checkpoint.save_checkpoint(run_dir, model, optimizer, schedule, {"step": step}, TRAINING, keep)
+
+
+def load(run_dir: Path) -> tuple[int, float]:
+    """Return step and value of the checkpoint that a run at this address goes on from, or zeros."""
+    found = record.find_checkpoint(run_dir, TRAINING)
+    if found is None:
+        return 0, 0.0
+    model, state = nn.Linear(3, 2), {"step": 0}
+    optimizer = torch.optim.AdamW(model.parameters())
+    checkpoint.load_checkpoint(
+        found, model, optimizer, LambdaLR(optimizer, lambda step: 1.0), state
+    )
+    (value,) = {number for each in model.parameters() for number in each.flatten().tolist()}
+    return state["step"], value
+
+
+class Requests:
+    """Counts the requests of s3fs, or only those that change something.
+
+    From the one numbered `fail_at` on, all that it counts fail.
+    """
+
+    def __init__(self, patch: pytest.MonkeyPatch, changes: bool) -> None:
+        self.count, self.fail_at = 0, None
+        original = s3fs.core._error_wrapper
+
+        async def call(function: Callable, **options: object) -> object:
+            name = function.__name__
+            if not changes or name.startswith(("put", "copy", "delete", "create", "upload")):
+                self.count += 1
+                if self.fail_at is not None and self.count >= self.fail_at:
+                    raise ConnectionResetError("planted")
+            return await original(function, **options)
+
+        patch.setattr(s3fs.core, "_error_wrapper", call)
+
+
+Saved = tuple[int, float]
+
+
+def fail_at_each_request(
+    run_dir: Path, monkeypatch, before: list[Saved], then: Saved, changes: bool = True
+) -> int:
+    """Save what is `before`; then let each request of one more save fail, all others after it too.
+
+    Asserts that always what was there before loads, or what was saved then. Returns how many
+    requests the save takes.
+    """
+    fs, root, number = run_dir.fs, run_dir.path, 0
+    remote.local_side(run_dir).mkdir(parents=True, exist_ok=True)
+    for step, value in before:
+        save(run_dir, step, value)
+    objects = fs.cat(fs.find(root)) if before else {}
+    possible = [then, *(before[-1:] or [(0, 0.0)])]
+    if before and then[0] <= before[-1][0]:
+        possible += before  # its old record goes first
+    while True:
+        number += 1 if changes else 3
+        if remote.is_folder(run_dir):
+            fs.rm(root, recursive=True)
+        fs.pipe(objects)
+        with monkeypatch.context() as patch:
+            requests = Requests(patch, changes)
+            requests.fail_at = number
+            try:
+                save(run_dir, *then)
+            except InputError as error:
+                assert "(planted): see that it can be reached" in str(error)
+        if requests.count < number:
+            assert load(run_dir) == then
+            return number - 1
+        assert load(run_dir) in possible, f"request {number}"
+        if number % 2:
+            continue
+        save(run_dir, then[0] + 1, 9.0)  # the run goes on
+        assert load(run_dir) == (then[0] + 1, 9.0)
+        state = json.loads((run_dir / "state.json").read_text())
+        kept = {each["path"].split("/")[1] for each in state["checkpoints"]}
+        assert steps_below(str(run_dir)) == kept and len(kept) <= 2, "nothing half-written stays"
+
+
+@pytest.fixture
+def run_dir(bucket) -> Path:
+    return remote.as_path(bucket) / "run"
+
+
+def test_first_save_cut_at_each_change(run_dir, monkeypatch):
+    assert fail_at_each_request(run_dir, monkeypatch, [], (1, 1.0)) >= 5
+
+
+def test_third_save_cut_at_each_change(run_dir, monkeypatch):
+    """It deletes the first one."""
+    assert fail_at_each_request(run_dir, monkeypatch, [(1, 1.0), (2, 2.0)], (3, 3.0)) >= 6
+
+
+def test_third_save_cut_at_questions_too(run_dir, monkeypatch):
+    """A store that does not answer has not said that there is nothing."""
+    before = [(1, 1.0), (2, 2.0)]
+    assert fail_at_each_request(run_dir, monkeypatch, before, (3, 3.0), changes=False) >= 30
+
+
+def test_save_of_a_step_that_is_recorded_cut_at_each_change(run_dir, monkeypatch):
+    """As after a return to an older checkpoint, by somebody who has not deleted all newer ones."""
+    assert fail_at_each_request(run_dir, monkeypatch, [(1, 1.0), (2, 2.0)], (2, 3.0)) >= 7
+
+
+def record_first(patch: pytest.MonkeyPatch) -> None:
+    """state.json names the checkpoint before its files are there."""
+    make_room = commit.make_room
+
+    def plant(run_dir: Path, unfinished: Path, step: int, training: dict) -> None:
+        make_room(run_dir, unfinished, step, training)
+        records = commit._drop_stale(run_dir, step, training)
+        path = f"checkpoints/{unfinished.name}"
+        records.append({"step": step, "path": path, "files": {}})
+        commit._write_record(run_dir, training, records)
+        (unfinished / "__0_0.distcp").fs.pipe_file((unfinished / "__0_0.distcp").path, b"")
+
+    patch.setattr(checkpoint, "make_room", plant)
+
+
+def believe_the_names(patch: pytest.MonkeyPatch) -> None:
+    """The newest folder counts, whatever state.json says."""
+    find = record.find_checkpoint
+
+    def plant(run_dir: Path, training: dict) -> Path | None:
+        find(run_dir, training)
+        return max((run_dir / "checkpoints").glob("step-*"), key=lambda path: path.name)
+
+    patch.setattr(record, "find_checkpoint", plant)
+
+
+def keep_the_record(patch: pytest.MonkeyPatch) -> None:
+    """The record of a step stays while its files are overwritten."""
+    patch.setattr(checkpoint, "make_room", lambda *_: None)
+
+
+@pytest.mark.parametrize(
+    ("plant", "step", "noticed"),
+    [
+        (record_first, 3, "step-00000003 cannot be read: there is no "),
+        (believe_the_names, 3, "step-00000003 cannot be read: there is no "),
+        (keep_the_record, 2, "__0_0.distcp is damaged: delete "),
+    ],
+)
+def test_planted_bug_is_noticed(plant, step, noticed, run_dir, monkeypatch):
+    plant(monkeypatch)
+    with pytest.raises((AssertionError, InputError), match=noticed):
+        fail_at_each_request(run_dir, monkeypatch, [(1, 1.0), (2, 2.0)], (step, 3.0))
+
+
+# --- what is in a checkpoint ---
+
+
+def test_a_flipped_bit_and_the_way_back(run_dir):
+    remote.local_side(run_dir).mkdir(parents=True, exist_ok=True)
+    for step in (1, 2):
+        save(run_dir, step, step)
+    file = run_dir / "checkpoints/step-00000002/__0_0.distcp"
+    content = bytearray(file.read_bytes())
+    content[len(content) // 2] ^= 1
+    file.fs.pipe_file(file.path, bytes(content))
+    with pytest.raises(InputError) as refused:
+        load(run_dir)
+    assert f"{file} is damaged: delete {file.parent} to go on from step 1" in str(refused.value)
+    file.fs.rm(file.path)
+    with pytest.raises(InputError, match="is damaged"):
+        load(run_dir)
+    file.fs.rm(file.parent.path, recursive=True)
+    assert load(run_dir) == (1, 1.0)
+
+
+def test_a_run_moves_from_a_store_to_a_disk_and_back(run_dir, tmp_path, monkeypatch):
+    """Another store has other marks, a disk has none: then the checksums are compared."""
+    remote.local_side(run_dir).mkdir(parents=True, exist_ok=True)
+    save(run_dir, 1, 1.0)
+    store().get(run_dir.path, str(tmp_path / "run"), recursive=True)
+    assert load(tmp_path / "run") == (1, 1.0)
+    save(tmp_path / "run", 2, 2.0)
+    back = run_dir.parent / "back"
+    store().put(str(tmp_path / "run"), back.path, recursive=True)
+    assert load(back) == (2, 2.0)
+    store().pipe_file((back / "checkpoints/step-00000002/.metadata").path, b"damaged")
+    with pytest.raises(InputError, match=r"\.metadata is damaged"):
+        load(back)
+
+
+def test_what_is_unchanged_is_not_read_to_be_compared(run_dir, monkeypatch):
+    remote.local_side(run_dir).mkdir(parents=True, exist_ok=True)
+    fetched = []
+    original = s3fs.core.S3File._fetch_range
+
+    def fetch(self, begin: int, end: int) -> bytes:
+        content = original(self, begin, end)
+        fetched.append((self.path, len(content)))
+        return content
+
+    monkeypatch.setattr(s3fs.core.S3File, "_fetch_range", fetch)
+    save(run_dir, 1, 1.0)
+    assert {Path(path).name for path, _ in fetched} == {".metadata"}, "no tensor is read back"
+    found = record.find_checkpoint(run_dir, TRAINING)
+    fetched.clear()
+    assert record.find_checkpoint(run_dir, TRAINING) == found
+    assert {Path(path).name for path, _ in fetched} == {"state.json"}
+    fetched.clear()
+    load(run_dir)
+    size = (found / "__0_0.distcp").stat().st_size
+    assert sum(n for path, n in fetched if path.endswith("__0_0.distcp")) == size, "once"
+
+
+# --- data ---
+
+
+def test_a_folder_is_fetched_once_and_again_when_it_changes(bucket):
+    fs = store()
+    for name, text in {
+        "a.txt": "one",
+        "deep/b.txt": "two",
+        ".hidden.txt": "x",
+        "c.bin": "x",
+    }.items():
+        fs.pipe_file(f"{bucket}/{name}", text.encode())
+    folder = mirror(bucket, (".txt",))
+    found = {path.relative_to(folder).as_posix(): path.read_text() for path in folder.rglob("*.*")}
+    assert found == {"a.txt": "one", "deep/b.txt": "two"}
+    (folder / "a.txt").write_text("not fetched again")
+    assert mirror(bucket, (".txt",)) == folder and (folder / "a.txt").read_text() != "one"
+    fingerprint = sources.find_source(bucket, None, None).fingerprint
+    fs.pipe_file(f"{bucket}/a.txt", b"new")  # of the same size
+    other = mirror(bucket, (".txt",))
+    assert other != folder and (other / "a.txt").read_text() == "new"
+    assert sources.find_source(bucket, None, None).fingerprint != fingerprint
+    with pytest.raises(InputError, match=r"it has no file that ends in one of: \.csv\."):
+        mirror(bucket, (".csv",))
+
+
+def test_a_copy_that_was_cut_is_none(bucket, monkeypatch):
+    store().pipe_file(f"{bucket}/a.txt", b"text" * 1000)
+
+    def get(names: list[str], targets: list[str]) -> None:
+        for target in targets:
+            Path(target).write_bytes(b"text")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(remote.as_path(bucket).fs, "get", get)
+        with pytest.raises(InputError, match="has 4000 bytes, and 4 arrived"):
+            mirror(bucket, (".txt",))
+    assert (mirror(bucket, (".txt",)) / "a.txt").read_bytes() == b"text" * 1000
+
+
+# --- what stays on this machine ---
+
+
+def test_launch_files_and_job_scripts_find_their_folder(run_dir, monkeypatch):
+    """They read $SAVE_DIR/$NAME/requeue and state.json, and write the logs of the ranks there."""
+    name, save_dir, *_ = plan.plan(["-e", "run", "--save-dir", str(run_dir.parent)])
+    here = remote.local_side(run_dir)
+    assert Path(save_dir) / name == here
+    assert tracker.make_run_dir(str(run_dir.parent), "run", 0) == run_dir
+    monkeypatch.setenv("RANK", "0")
+    launch.ask_for_requeue(run_dir, 4)
+    assert (here / "requeue").read_text() == "0 0\n"
+    save(run_dir, 4, 1.0)
+    assert (here / "state.json").read_bytes() == (run_dir / "state.json").read_bytes()
+    tracker.make_run_dir(str(run_dir.parent), "run", 0)
+    assert not (here / "requeue").exists(), "it is from the start before"
+    assert plan.plan(["--save-dir", "outputs", "-e", "run"])[1] == "outputs"
+
+
+def test_a_second_process_in_the_same_run(run_dir, monkeypatch):
+    here = remote.local_side(run_dir)
+    here.mkdir(parents=True, exist_ok=True)
+    with tracker.FileLock(here / ".lock"), pytest.raises(InputError) as refused:
+        tracker.make_run_dir(str(run_dir.parent), "run", 0)
+    assert f"Another process is training in {run_dir}" in str(refused.value)
