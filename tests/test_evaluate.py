@@ -262,9 +262,8 @@ def test_ranks_that_read_different_checkpoints(saved, tmp_path):
     args = (saved / "gpt2", "-d", saved / "corpus.json", "--output", tmp_path / "facts.json")
     said = ask_ranks(2, refuse_ranks, store.port, args, 2, timeout=180)
     for sentence in said:
-        assert " has model step 9 of it, rank 0 on " in sentence and sentence.startswith("Rank 1 on ")
-            sentence.startswith("Rank 1 on ") and " has model step 9 of it, rank 0 on " in sentence
-        )
+        assert sentence.startswith("Rank 1 on ")
+        assert " has model step 9 of it, rank 0 on " in sentence
         assert sentence.endswith("/gpt2: give --step, and all nodes the same data."), said
     assert not (tmp_path / "facts.json").exists()
 
