@@ -7,6 +7,7 @@ import argparse
 import contextlib
 import datetime
 import logging
+import math
 import os
 
 import torch
@@ -15,15 +16,16 @@ from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.functional import cross_entropy
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim import AdamW
+from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
-from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, set_seed
-from transformers.optimization import get_linear_schedule_with_warmup
+from transformers import set_seed
 
 from common import classifier, cli, launch, models
-from common.classification import Examples, encode, load_examples
+from common.classification import Examples, load_examples
 from common.cli import at_least
 from common.data import IGNORED
-from common.grouping import PADDINGS, Collator, GroupedSampler, batches_of_rank
+from common.grouping import PADDINGS, Collator, GroupedSampler, batches_of_rank, encode
 from common.record import gather, rank_and_world_size
 from common.timers import PhaseTimers
 from common.tracker import Tracker, make_run_dir
@@ -41,8 +43,8 @@ def get_args() -> argparse.Namespace:
     add = parser.add_argument_group("data").add_argument
     add("-d", "--dataset-name", default="python-stdlib", help="preset, file, folder or hub id")
     add("--dataset-subset", help="configuration of a hub data set")
-    add("--text-column", default="text", help="column to classify by")
-    add("--label-column", default="label", help="column with the class")
+    add("--text-column", help="column to classify by (if absent: text)")
+    add("--label-column", help="column with the class (if absent: label)")
     add("-s", "--seq-length", type=at_least(2), help="most tokens (if absent: positions, <= 1024)")
     add("--padding", default="grouped", choices=PADDINGS, help="of a batch's shorter texts")
     add = parser.add_argument_group("model").add_argument
@@ -96,6 +98,7 @@ def main() -> None:
     config = models.load_config(args.model_name)  # sizes, no weights yet
     tokenizer = models.load_tokenizer(args.tokenizer_name or args.model_name)
     seq_length = models.check_sizes(config, tokenizer, args.seq_length)
+    model_class = classifier.model_class(args.head, config)
     classes, splits = load_examples(
         args.dataset_name, args.dataset_subset, args.text_column, args.label_column
     )
@@ -107,8 +110,9 @@ def main() -> None:
         tokenizer.pad_token = tokenizer.eos_token
     tokenizer.padding_side = "right"
     tokenizer.model_max_length = seq_length  # who loads the folder cuts texts where training did
-    linear = args.head == "linear"
-    model_class = AutoModelForSequenceClassification if linear else AutoModelForCausalLM
+    prompt = args.prompt if args.head == "none" else None
+    words = encode(splits, classes, tokenizer, seq_length, prompt)
+    classifier.check_same(classes, splits)
     options = {"attn_implementation": models.causal_attention(config), "dtype": torch.float32}
     # Drawn on the CPU in float32, so that every kind of device starts from the same weights.
     torch.manual_seed(args.seed)
@@ -123,7 +127,6 @@ def main() -> None:
     ddp_model = DistributedDataParallel(model, gradient_as_bucket_view=True)
 
     # --- data ---
-    words = encode(splits, classes, tokenizer, seq_length, None if linear else args.prompt)
     train_data = splits["train"]
     # The same global batches for every number of ranks. No example is repeated or left out.
     sampler = GroupedSampler(train_data.lengths(), args, world_size, rank)
@@ -146,10 +149,9 @@ def main() -> None:
     default_lr = 5e-5 if args.pretrained else 0.25 / config.hidden_size
     lr = args.lr if args.lr is not None else default_lr
     warmup = total_steps // 10 if args.warmup_steps is None else args.warmup_steps
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr, weight_decay=args.weight_decay, fused=True
-    )
-    lr_scheduler = get_linear_schedule_with_warmup(optimizer, warmup, total_steps)
+    optimizer = AdamW(model.parameters(), lr, weight_decay=args.weight_decay, fused=True)
+    up, down = max(1, warmup), max(1, total_steps - warmup)  # to the peak, from there to 0
+    lr_scheduler = LambdaLR(optimizer, lambda n: min((n + 1) / up, (total_steps - n) / down))
 
     # --- train ---
     name = classifier.check_name(launch.experiment_name(args), args.save_dir)  # for a new run
@@ -159,7 +161,7 @@ def main() -> None:
     tracker = Tracker(run_dir, {**vars(args), "lr": lr, "total_steps": total_steps}, 0, rank)
     progress_bar = cli.progress_bar(total_steps, 0, rank)
     timers = PhaseTimers(device)
-    step, logged_step, best_epoch, best_loss = 0, 0, 0, 0.0
+    step, logged_step, best_epoch, best_loss = 0, 0, 0, math.nan
     # Losses, right predictions; terms of the loss, examples, tokens: of this rank, since the log.
     sums = torch.zeros(5, dtype=torch.float64, device=device)
     model.train()  # dropout on, where a model has it
@@ -179,8 +181,7 @@ def main() -> None:
                 batch = next(batches)
                 batch = {key: t.to(device, non_blocking=True) for key, t in batch.items()}
             # Gradients add up on each rank; the last backward pass averages the sums over ranks.
-            last_backward = micro_batch == micro_batches - 1
-            sync = contextlib.nullcontext if last_backward else ddp_model.no_sync
+            sync = contextlib.nullcontext if micro_batch == micro_batches - 1 else ddp_model.no_sync
             with timers("forward"), sync():
                 losses, predictions = score(ddp_model, batch)
                 # Times the ranks, because DDP divides by them. A rank that has no example left has
@@ -224,7 +225,7 @@ def main() -> None:
                 "eval_loss": eval_loss,
                 "eval_accuracy": accuracy,
             }
-            if best_epoch == 0 or eval_loss < best_loss:
+            if eval_loss < best_loss or math.isnan(best_loss):  # none yet, or it was none
                 best_loss, best_epoch = eval_loss, epoch + 1
                 if rank == 0:
                     with timers("save"):
@@ -284,9 +285,8 @@ def evaluate(model, examples: Examples, collator: Collator, batch_size: int, dev
             losses = losses.view(len(indices), -1)
             predictions = losses.argmin(dim=1)
             losses = losses.gather(1, batch["labels"][:, None]).squeeze(1)
-        parts.append(
-            torch.stack([t.double() for t in (batch["index"], predictions, losses)], dim=1)
-        )
+        columns = batch["index"], predictions, losses
+        parts.append(torch.stack([t.double() for t in columns], dim=1))
     model.train()
     # Sorted, so that every number of ranks adds up in one order: the same sums to the last digit.
     everyone = torch.cat(list(gather({rank: torch.cat(parts).cpu()}).values()))

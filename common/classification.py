@@ -1,15 +1,17 @@
 """Documents with a class each: where they come from, and which of them are to train, to test."""
 
 import hashlib
+import math
 import re
 import sysconfig
+from array import array
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+import xxhash
 from torch.utils.data import Dataset
-from transformers import PreTrainedTokenizerBase
 
 from common.cli import InputError
 from common.models import not_found, prepare_for_hub
@@ -51,20 +53,37 @@ class Examples(Dataset):
         """Return how many tokens each example has, less the label's words."""
         return [len(tokens) for tokens in self.tokens]
 
+    def checksum(self) -> str:
+        """Return the same for the same tokens and classes in the same order."""
+        digest = xxhash.xxh3_64()
+        for tokens, label in zip(self.tokens, self.labels, strict=True):
+            digest.update(array("q", [label, len(tokens), *tokens]).tobytes())
+        return digest.hexdigest()
+
 
 def load_examples(
-    name: str, subset: str | None, text_column: str, label_column: str
+    name: str,
+    subset: str | None = None,
+    text_column: str | None = None,
+    label_column: str | None = None,
 ) -> tuple[list[str], dict[str, Examples]]:
     """Return the names of the classes, and the three splits by name.
 
-    name: python-stdlib, a table's file, a folder of tables or a hub id. A split that it lacks is a
-    tenth of its training split, by a checksum of the text. Raises InputError for what cannot be
-    read or has no such columns, for fewer than two classes, and for a split without examples.
+    name: python-stdlib, a table's file, a folder of tables or a hub id; a table's columns are text
+    and label, if not given. A split that it lacks is a tenth of its training split, by a checksum
+    of the text. Raises InputError for what cannot be read or has no such columns, for fewer than
+    two classes, for a split without examples, and for an argument that would have no effect.
     """
     if name == BUILT_IN:
+        if subset or text_column or label_column:
+            raise InputError(
+                f"{name} is code: it has no --dataset-subset, no --text-column and no "
+                "--label-column."
+            )
         classes, rows = list(PACKAGES), _stdlib_pieces()
     else:
-        classes, rows = _table_rows(name, subset, text_column, label_column)
+        columns = text_column or "text", label_column or "label"
+        classes, rows = _table_rows(name, subset, *columns)
     splits = {split: Examples() for split in SPLITS}
     for split, text, label in rows:
         splits[split].texts.append(text)
@@ -100,6 +119,8 @@ def _load_table(name: str, subset: str | None) -> "datasets.DatasetDict":
     path = Path(name)
     if path.is_file() and path.suffix not in TABLE_SUFFIXES:
         raise InputError(f"The file {name} does not end in one of: {' '.join(TABLE_SUFFIXES)}.")
+    if path.is_file() and subset:
+        raise InputError(f"{name} is one file: it has no --dataset-subset.")
     if not path.exists():
         prepare_for_hub("data set", name)
     load_dataset = import_datasets().load_dataset
@@ -135,7 +156,7 @@ def _table_rows(
     for split in (split for split in SPLITS if split in table):
         columns = (table[split][text_column], table[split][label_column])
         found = [
-            (split, text, None if names and label == -1 else label)
+            (split, text, None if names and label == -1 else _class_of(label, label_column, name))
             for text, label in zip(*columns, strict=True)
             if text is not None and text.strip()
         ]
@@ -147,7 +168,7 @@ def _table_rows(
                     f"{without} of {len(found)} rows in the {split} split of {name} have no label "
                     f"in the column {label_column!r}: give each one, or delete them."
                 )
-    values = {v if isinstance(v, str | int | float) else str(v) for _, _, v in rows}
+    values = {value for _, _, value in rows}
     if len(values) > max(2, len(rows) // 2):
         raise InputError(
             f"The column {label_column!r} of {name} has {len(values)} different values in "
@@ -164,36 +185,11 @@ def _table_rows(
     return [str(name) for name in names or order], numbered
 
 
-def encode(
-    splits: dict[str, Examples],
-    classes: list[str],
-    tokenizer: PreTrainedTokenizerBase,
-    seq_length: int,
-    prompt: str | None,
-) -> list[list[int]]:
-    """Add tokens and counts to the splits, texts cut at their end to fit into seq_length tokens.
-
-    prompt: with {text} in it, for a model without a head; then returned are the tokens of each
-    class's words, end-of-text after them, so that no class begins with another one. Else nothing.
-    Raises InputError for a prompt without {text}, or one that leaves no token for it.
-    """
-    before, after, words, room = [], [], [], seq_length
-    if prompt is not None:
-        if prompt.count("{text}") != 1:
-            raise InputError(f"--prompt {prompt!r} must hold {{text}}, once.")
-        parts = [*prompt.split("{text}"), *(f" {name}" for name in classes)]
-        before, after, *words = tokenizer(parts, add_special_tokens=False)["input_ids"]
-        words = [[*tokens, tokenizer.eos_token_id] for tokens in words]
-        room -= len(before) + len(after) + max(map(len, words))
-        if room < 1:
-            raise InputError(
-                f"The prompt and the longest label take {seq_length - room} tokens, and with "
-                f"--seq-length {seq_length} none is left for the text: shorten them."
-            )
-    for examples in splits.values():
-        texts = tokenizer(
-            examples.texts, truncation=True, max_length=room, add_special_tokens=prompt is None
-        )["input_ids"]
-        examples.tokens = [before + tokens + after for tokens in texts]
-        examples.counts = [len(words[label]) if words else 1 for label in examples.labels]
-    return words
+def _class_of(label: object, column: str, name: str) -> str | int | float | None:
+    """Return a label as a value that can be sorted and compared, None where there is none."""
+    if isinstance(label, list | dict):
+        kind = "lists" if isinstance(label, list) else "objects"
+        raise InputError(f"The column {column!r} of {name} holds {kind}: give one class a row.")
+    if label is None or (isinstance(label, float) and math.isnan(label)):
+        return None
+    return label if isinstance(label, str | int | float) else str(label)  # a date, say

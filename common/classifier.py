@@ -1,12 +1,13 @@
 """A classifier's folder, and what there is to say of its test."""
 
-import copy
 import json
 import re
 import shutil
+import warnings
 from pathlib import Path
 
 import matplotlib
+import transformers
 from matplotlib.figure import Figure
 from safetensors import SafetensorError
 from sklearn.dummy import DummyClassifier
@@ -21,11 +22,16 @@ from common.classification import Examples
 from common.cli import InputError
 from common.grouping import GroupedSampler
 from common.models import PRESET_NAMES, cannot_load, first_line, resolve_model
+from common.record import check_agreement
 from common.remote import is_remote
 
+# A Han or Kana character (no spaces part them into words), a word, a sign: any text has one.
+WORD = r"[\u3040-\u30ff\u3400-\u9fff]|[^\W\u3040-\u30ff\u3400-\u9fff]+|[^\w\s]"
 BASELINES = {
     # Weighted counts of words: https://scikit-learn.org/stable/modules/feature_extraction.html
-    "bag of words": make_pipeline(TfidfVectorizer(), LogisticRegression(max_iter=1000)),
+    "bag of words": make_pipeline(
+        TfidfVectorizer(token_pattern=WORD), LogisticRegression(max_iter=1000)
+    ),
     "largest class": DummyClassifier(strategy="most_frequent"),
 }
 
@@ -39,6 +45,16 @@ def check_name(name: str, save_dir: str) -> str:
     if (run_dir / "metrics.jsonl").exists():
         raise InputError(f"{run_dir} holds a run already: give another -e.")
     return name
+
+
+def model_class(head: str, config: PretrainedConfig) -> type:
+    """Return the class for --head. Raises InputError where transformers has no head for a model."""
+    if head == "none":
+        return transformers.AutoModelForCausalLM
+    if type(config) not in transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
+        kind = config.model_type
+        raise InputError(f"transformers has no classification head for {kind}: give --head none.")
+    return transformers.AutoModelForSequenceClassification
 
 
 def load_weights(
@@ -68,36 +84,48 @@ def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folde
     disable_progress_bar()
     unfinished, old = folder.with_name(f".unfinished-{folder.name}"), folder.with_name(".old")
     try:
-        for left in (unfinished, old):
-            shutil.rmtree(left, ignore_errors=True)
         model.save_pretrained(unfinished)
         tokenizer.save_pretrained(unfinished)
+        for file in unfinished.iterdir():  # safetensors makes its own for the owner alone
+            file.chmod((unfinished / "config.json").stat().st_mode)
         if folder.exists():
             folder.replace(old)
         unfinished.replace(folder)
-        shutil.rmtree(old, ignore_errors=True)
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
         raise InputError(f"{folder} could not be written ({reason}): make room.") from error
+    finally:
+        if old.exists() and not folder.exists():  # it failed between the two renames
+            old.replace(folder)
+        for left in (unfinished, old):
+            shutil.rmtree(left, ignore_errors=True)
+
+
+def check_same(classes: list[str], splits: dict[str, Examples]) -> None:
+    """Raise InputError if a rank has other examples than rank 0, or in another order: the ranks
+    share them by their numbers. All ranks must call this."""
+    facts = {"classes": ", ".join(classes)}
+    for name, examples in splits.items():
+        facts[f"{name} examples of checksum"] = examples.checksum()
+    check_agreement(facts, "give all nodes the same arguments, data and Python")
 
 
 def describe_data(
     classes: list[str], splits: dict[str, Examples], sampler: GroupedSampler, seq_length: int
 ) -> str:
-    """Return what there is to learn from, and what padding adds to an epoch's tokens."""
+    """Return what there is to learn from, and what padding adds to an epoch's tokens; and how many
+    texts of the test are in train as well, if any."""
     sizes = ", ".join(f"{len(examples):,} {split}" for split, examples in splits.items())
-    lengths = splits["train"].lengths()
-    padded = {"fixed": len(lengths) * seq_length}
-    for name in ("dynamic", "grouped"):
-        other = copy.copy(sampler)
-        other.grouped = name == "grouped"
-        other.set_epoch(0)
-        padded[name] = other.padded_tokens()
-    ways = ", ".join(f"{name} {n:,}" for name, n in padded.items())
-    return (
-        f"{len(classes)} classes ({', '.join(classes)}), examples: {sizes}\n"
-        f"tokens of an epoch: {sum(lengths):,} of the texts; with padding: {ways}"
-    )
+    ways = ", ".join(f"{way} {n:,}" for way, n in sampler.padded_by_way(seq_length).items())
+    known = set(splits["train"].texts)
+    shared = sum(text in known for text in splits["test"].texts)
+    lines = [
+        f"{len(classes)} classes ({', '.join(classes)}), examples: {sizes}",
+        f"tokens of an epoch: {sum(sampler.lengths):,} of the texts; with padding: {ways}",
+    ]
+    if shared:  # of a table with splits of its own, which are left as they are
+        lines.append(f"{shared:,} of the test's texts also stand in train")
+    return "\n".join(lines)
 
 
 def describe_epoch(epoch: int, metrics: dict[str, float], best_epoch: int) -> str:
@@ -133,13 +161,8 @@ def write_report(
         for name, each in found.items()
     }
     matrix = confusion_matrix(test.labels, predictions, labels=options["labels"])
-    content = {
-        "epoch": epoch,
-        "loss": loss,
-        "classes": classes,
-        "confusion_matrix": matrix.tolist(),
-        **reports,
-    }
+    content = {"epoch": epoch, "loss": loss, "classes": classes}
+    content |= {"confusion_matrix": matrix.tolist(), **reports}
     (run_dir / "test_report.json").write_text(json.dumps(content, indent=1) + "\n")
     draw_matrix(run_dir / "confusion_matrix.svg", matrix, classes)
     lines = [
@@ -154,11 +177,16 @@ def write_report(
 def draw_matrix(path: Path, matrix: object, classes: list[str]) -> None:
     """Draw how many examples of each class (rows) are given which (columns); the same file again
     for the same counts."""
-    size = 3 + len(classes) / 2
-    figure = Figure(figsize=(size + 1, size), layout="constrained")
+    size = 3 + min(len(classes), 60) / 2
     display = ConfusionMatrixDisplay(matrix, display_labels=classes)
-    display.plot(
-        ax=figure.add_subplot(), cmap="Blues", colorbar=False, xticks_rotation=45, values_format="d"
-    )
-    with matplotlib.rc_context({"svg.hashsalt": "confusion matrix"}):
+    options = {"values_format": "d", "include_values": len(classes) <= 30}  # more are not readable
+    # Names as they are: a $ begins no formula, and the reader's font has what this one lacks.
+    names = {"svg.fonttype": "none", "text.parse_math": False}
+    with (
+        matplotlib.rc_context({"svg.hashsalt": "confusion matrix", **names}),
+        warnings.catch_warnings(action="ignore", category=UserWarning),
+    ):
+        figure = Figure(figsize=(size + 1, size), layout="constrained")
+        axes = figure.add_subplot()
+        display.plot(ax=axes, cmap="Blues", colorbar=False, xticks_rotation=45, **options)
         figure.savefig(path, metadata={"Date": None})

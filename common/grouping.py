@@ -1,16 +1,54 @@
-"""Batches of texts of alike lengths: which rank gets which examples, and how they are padded."""
+"""Texts as tokens, and batches of alike lengths: which rank gets which examples, how padded."""
 
 import argparse
+import copy
 from collections.abc import Iterator
 
 import torch
 from torch.utils.data import Sampler
+from transformers import PreTrainedTokenizerBase
 
-from common.classification import Example
+from common.classification import Example, Examples
+from common.cli import InputError
 from common.data import IGNORED
 
 PADDINGS = ("grouped", "dynamic", "fixed")
 WINDOW = 50  # so many global batches of examples are sorted by length at a time
+
+
+def encode(
+    splits: dict[str, Examples],
+    classes: list[str],
+    tokenizer: PreTrainedTokenizerBase,
+    seq_length: int,
+    prompt: str | None,
+) -> list[list[int]]:
+    """Add tokens and counts to the splits, texts cut at their end to fit into seq_length tokens.
+
+    prompt: with {text} in it, for a model without a head; then returned are the tokens of each
+    class's words, end-of-text after them, so that no class begins with another one. Else nothing.
+    Raises InputError for a prompt without {text}, or one that leaves no token for it.
+    """
+    before, after, words, room = [], [], [], seq_length
+    if prompt is not None:
+        if prompt.count("{text}") != 1:
+            raise InputError(f"--prompt {prompt!r} must hold {{text}}, once.")
+        parts = [*prompt.split("{text}"), *(f" {name}" for name in classes)]
+        before, after, *words = tokenizer(parts, add_special_tokens=False)["input_ids"]
+        words = [[*tokens, tokenizer.eos_token_id] for tokens in words]
+        room -= len(before) + len(after) + max(map(len, words))
+        if room < 1:
+            raise InputError(
+                f"The prompt and the longest label take {seq_length - room} tokens, and with "
+                f"--seq-length {seq_length} none is left for the text: shorten them."
+            )
+    for examples in splits.values():
+        texts = tokenizer(
+            examples.texts, truncation=True, max_length=room, add_special_tokens=prompt is None
+        )["input_ids"]
+        examples.tokens = [before + tokens + after for tokens in texts]
+        examples.counts = [len(words[label]) if words else 1 for label in examples.labels]
+    return words
 
 
 class GroupedSampler(Sampler[list[int]]):
@@ -76,6 +114,15 @@ class GroupedSampler(Sampler[list[int]]):
             for part in self.parts(step, rank)
             if part
         )
+
+    def padded_by_way(self, seq_length: int) -> dict[str, int]:
+        """Return the tokens of the first epoch on all ranks with each kind of padding."""
+        found, other = {"fixed": len(self.lengths) * seq_length}, copy.copy(self)
+        for way in ("dynamic", "grouped"):
+            other.grouped = way == "grouped"
+            other.set_epoch(0)
+            found[way] = other.padded_tokens()
+        return found
 
 
 def batches_of_rank(

@@ -1,12 +1,16 @@
 """The classifier: the same losses and the same report on 1, 2 and 3 ranks, each example once."""
 
 import argparse
+import contextlib
 import csv
+import datetime
+import errno
 import json
 import logging
 import os
 import random
 import re
+import resource
 import subprocess
 import sysconfig
 from collections import Counter
@@ -14,20 +18,24 @@ from contextlib import ExitStack
 from pathlib import Path
 from unittest import mock
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ROOT, free_port, load_script, read_metrics, run_script
+from conftest import ROOT, TORCHRUN, free_port, load_script, read_metrics, run_script
 from datasets import ClassLabel, Dataset, Features, Value
 from runner import ask_ranks, place_of
 from safetensors.torch import load_file
-from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
+from sklearn.feature_extraction.text import TfidfVectorizer
+from sklearn.linear_model import LogisticRegression
+from sklearn.pipeline import make_pipeline
+from transformers import AutoModelForCausalLM, AutoTokenizer, GraniteConfig, MambaConfig, pipeline
 
-from common import cli, grouping, models
-from common.classification import DEAL, PACKAGES, Example, encode, load_examples
+from common import classifier, cli, grouping, models
+from common.classification import DEAL, PACKAGES, Example, load_examples
 from common.cli import InputError
 from common.data import IGNORED
-from common.grouping import Collator, GroupedSampler, batches_of_rank
+from common.grouping import Collator, GroupedSampler, batches_of_rank, encode
 
 SCRIPT = ROOT / "02-ddp/train_classifier.py"
 CLASSES = ["fruit", "metal", "weather"]
@@ -74,11 +82,27 @@ def own_part(part: dict) -> dict:
     return part
 
 
+def another_text(*args: object):
+    """As another Python's standard library would have it, on another node."""
+    classes, splits = load_examples(*args)
+    if os.environ["RANK"] == "1":
+        splits["train"].texts[3] += " w1"
+    return classes, splits
+
+
+def another_class(*args: object):
+    classes, splits = load_examples(*args)
+    return classes + ["wood"] * (os.environ["RANK"] == "1"), splits
+
+
 real_pad = grouping._pad
-# By name: (what to replace in the script's text, by what), or (what of the script, by what).
+# By name: (what to replace in the script's text, by what, ...), or {what of the script: by what}.
 MEAN = (LOSS, "losses.sum() / (batch['index'] >= 0).sum().clamp(min=1) / micro_batches")
 NO_PAD_TOKEN = ("model.config.pad_token_id = tokenizer.pad_token_id", "pass")
 LAST = ("eval_loss < best_loss", "True")
+EVALUATION = 'splits["validation"], *evaluation)'
+NAN = (EVALUATION, f"{EVALUATION}\n            eval_loss *= 1 if epoch else math.nan")
+STUCK = (*NAN, "math.isnan(best_loss)", "best_epoch == 0")
 
 
 def rank_main(rank: int, world_size: int, runs: dict, folder: str, queue) -> None:
@@ -92,9 +116,10 @@ def rank_main(rank: int, world_size: int, runs: dict, folder: str, queue) -> Non
         with ExitStack() as stack:
             stack.enter_context(mock.patch("sys.argv", [str(arg) for arg in argv]))
             text = SCRIPT.read_text()
-            if isinstance(plant, tuple):
-                assert text.count(plant[0]) == 1, plant
-                text = text.replace(*plant)
+            pairs = plant if isinstance(plant, tuple) else ()
+            for old, new in zip(pairs[::2], pairs[1::2], strict=True):
+                assert text.count(old) == 1, plant
+                text = text.replace(old, new)
             path = Path(folder) / f"{name}-{world_size}-{rank}.py"
             path.write_text(text)
             script = load_script(path)
@@ -128,23 +153,32 @@ class Runs:
         short = [*linear, "--num-epochs", 1]
         dynamic = [*short, "--padding", "dynamic"]
         still = [*linear, "--pretrained", "--max-steps", 1, "--lr", 0]
+        go_on = {
+            "go_on": ([*still, "-m", folder / "linear-1/best"], None),
+            "go_on_none": ([*still, "-m", folder / "none-1/best", "--head", "none"], None),
+        }
         alone = same | {
             "dynamic": (dynamic, None),
             "fixed": ([*short, "--padding", "fixed"], None),
             "left": (dynamic, {"_pad": pad_left}),
             "no_pad_token": (short, NO_PAD_TOKEN),
             "contrary": ([*linear, "-d", contrary, "--num-epochs", 3, "--lr", 3e-3], None),
-            "go_on": ([*still, "-m", folder / "linear-1/best"], None),
+            **go_on,
+            "nan": (linear, NAN),
+            "stuck": (linear, STUCK),
             "new_head": ([*still, "-m", folder / "none-1/best"], None),
             "last": ([*linear, "-d", contrary, "--num-epochs", 3, "--lr", 3e-3], LAST),
         }
         two = same | {
+            **go_on,
+            "another_text": (short, {"load_examples": another_text}),
+            "another_class": (short, {"load_examples": another_class}),
             "mean": (short, MEAN),
             "padded": (short, {"batches_of_rank": pad_batches}),
             "own": (short, {"gather": own_part}),
         }
         self.errors = {}
-        for world_size, runs in ((1, alone), (2, two), (3, same)):
+        for world_size, runs in ((1, alone), (2, two), (3, same | go_on)):
             ports = {name: (free_port(), *run) for name, run in runs.items()}
             arguments = (world_size, ports, str(folder))
             self.errors[world_size] = ask_ranks(world_size, rank_main, *arguments, timeout=300)[0]
@@ -182,6 +216,53 @@ def test_the_same_training_and_report_on_every_number_of_ranks(runs, head):
         pictures = [runs.folder / f"{head}-{n}/confusion_matrix.svg" for n in (1, world_size)]
         assert pictures[0].read_bytes() == pictures[1].read_bytes()
     assert sum(map(sum, first["confusion_matrix"])) == SIZES["test"]
+
+
+@pytest.mark.parametrize("head", ["linear", "none"])
+def test_one_saved_model_gets_the_same_report_on_every_number_of_ranks(runs, head):
+    """To the last digit: all ranks together have the same batches."""
+    name = "go_on" if head == "linear" else "go_on_none"
+    report = runs.report(name)
+    assert report["this model"] == runs.report(head)["this model"]
+    assert runs.report(name, 2) == runs.report(name, 3) == report
+
+
+def test_the_model_beats_the_largest_class(runs):
+    report = runs.report("none")
+    assert report["this model"]["accuracy"] > 1.3 * report["largest class"]["accuracy"]
+
+
+@pytest.mark.slow
+def test_built_in_default_beats_the_largest_class(tmp_path):
+    done = run_script(
+        *(*TORCHRUN, 2, SCRIPT, "--num-epochs", 2, "--save-dir", tmp_path, "-e", "run"), timeout=900
+    )
+    assert done.returncode == 0, done.stderr
+    report = json.loads((tmp_path / "run/test_report.json").read_text())
+    assert report["classes"] == list(PACKAGES)
+    assert report["this model"]["accuracy"] > 1.3 * report["largest class"]["accuracy"]
+
+
+def test_rate_goes_up_and_then_down_to_0(runs):
+    """And the first step trains: two of 24 warm up."""
+    up, down = [0.5, 1.0], [n / 22 for n in range(22, 0, -1)]
+    found = [line["lr"] for line in runs.metrics("none")]
+    assert found == pytest.approx([3e-3 * factor for factor in up + down], rel=1e-6)
+
+
+def test_planted_another_example_or_class_on_a_rank(runs):
+    for name, what in (("text", r"train examples of checksum \w{16}"), ("class", "classes .*")):
+        value = what.split()[-1]
+        sentence = (
+            rf"InputError: Rank 1 on \S+ has {what}, rank 0 on \S+ has {value}: give all .*\."
+        )
+        assert re.fullmatch(sentence, runs.errors[2][f"another_{name}"])
+    assert "weather, wood, rank 0" in runs.errors[2]["another_class"]
+
+
+def test_a_loss_that_is_no_number_does_not_stay_the_best_but_planted(runs):
+    assert runs.report("nan")["epoch"] == 2
+    assert runs.report("stuck")["epoch"] == 1
 
 
 def test_planted_a_mean_of_each_ranks_batch(runs):
@@ -255,6 +336,153 @@ def test_without_a_head_it_is_a_language_model_that_writes_the_label(runs):
     assert tokenizer.decode(out[0]).endswith("label: metal<|endoftext|>")
 
 
+# --- what is written ---
+
+
+MARKS = {
+    "han": ("天地人你我他来去", {"好": "好", "坏": "$_$"}),
+    "emoji": ("🍏🍋🍇🍒", {"😀": "👍", "😡": "👎"}),
+}
+
+
+@pytest.mark.parametrize("kind", MARKS)
+def test_words_are_counted_in_any_script_but_planted_with_the_defaults(tmp_path, kind):
+    """Scikit-learn's takes a clause for a word, and no word of one character at all."""
+    letters, (alphabet, classes) = random.Random(0), MARKS[kind]
+    lines = ["text,label"]
+    for number in range(300):
+        mark = sorted(classes)[number % 2]
+        words = [*letters.choices(alphabet, k=9), mark]
+        letters.shuffle(words)
+        lines.append(f"{''.join(words)},{classes[mark]}")
+    (tmp_path / "table.csv").write_text("\n".join(lines), encoding="utf-8")
+    names, splits = load_examples(str(tmp_path / "table.csv"))
+    labels = splits["test"].labels
+    assert set(names) == set(classes.values()) and len(labels) > 15
+    text = classifier.write_report(tmp_path, names, splits, labels, 0.0, 1)
+    report = json.loads((tmp_path / "test_report.json").read_text())
+    assert report["bag of words"]["accuracy"] == 1 and all(name in text for name in names)
+    picture = (tmp_path / "confusion_matrix.svg").read_text(encoding="utf-8")
+    assert all(f">{name}</text>" in picture for name in names)
+    plant = make_pipeline(TfidfVectorizer(), LogisticRegression())
+    with mock.patch.dict(classifier.BASELINES, {"bag of words": plant}):
+        if kind == "emoji":
+            with pytest.raises(ValueError, match="empty vocabulary"):
+                classifier.write_report(tmp_path, names, splits, labels, 0.0, 1)
+        else:
+            classifier.write_report(tmp_path, names, splits, labels, 0.0, 1)
+            report = json.loads((tmp_path / "test_report.json").read_text())
+            assert report["bag of words"]["accuracy"] < 0.8
+
+
+def test_confusion_matrix_has_names_as_they_are_and_numbers_while_they_can_be_read(tmp_path):
+    for count in (30, 31):
+        names = [f"class {n}" for n in range(count)]
+        classifier.draw_matrix(tmp_path / "m.svg", np.full((count, count), 777), names)
+        picture = (tmp_path / "m.svg").read_text()
+        assert picture.count(">777</text>") == (900 if count == 30 else 0)
+        assert all(f">{name}</text>" in picture for name in names)
+    matrix, names = np.eye(2, dtype=int), ["$_$", "other"]
+    classifier.draw_matrix(tmp_path / "m.svg", matrix, names)
+    with (
+        mock.patch.object(classifier.matplotlib, "rc_context", contextlib.nullcontext),
+        pytest.raises(ValueError, match=r"Expected|Parse"),  # planted: a formula
+    ):
+        classifier.draw_matrix(tmp_path / "m.svg", matrix, names)
+
+
+@pytest.fixture
+def best(tmp_path) -> tuple:
+    """Return the arguments of save_model after it has written its first folder, and what is in it;
+    the model is another one since."""
+    model = AutoModelForCausalLM.from_config(models.load_config("gpt2-tiny"))
+    arguments = (model, models.load_tokenizer("gpt2-tiny"), tmp_path / "best")
+    classifier.save_model(*arguments)
+    before = {file.name: file.read_bytes() for file in (tmp_path / "best").iterdir()}
+    torch.nn.init.zeros_(model.transformer.wte.weight)
+    return arguments, before
+
+
+def test_best_is_replaced_as_a_whole_and_all_may_read_it(best, tmp_path):
+    arguments, before = best
+    classifier.save_model(*arguments)
+    assert [path.name for path in tmp_path.iterdir()] == ["best"]
+    after = {file.name: file.read_bytes() for file in (tmp_path / "best").iterdir()}
+    changed = {name for name in before.keys() | after.keys() if after[name] != before[name]}
+    assert changed == {"model.safetensors"}
+    modes = {file.stat().st_mode for file in (tmp_path / "best").iterdir()}
+    (tmp_path / "other").write_text("")
+    assert modes == {(tmp_path / "other").stat().st_mode}
+
+
+def between_the_renames(path: Path, target: Path) -> Path:
+    if path.name == ".unfinished-best":
+        raise OSError(errno.EDQUOT, "Disk quota exceeded")
+    path.rename(target)
+
+
+@pytest.mark.parametrize("fault", ["full disk", "between the renames"])
+def test_best_is_kept_when_the_next_one_cannot_be_written(best, tmp_path, fault):
+    arguments, before = best
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    try:
+        if fault == "full disk":
+            resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, limits[1]))
+        replace = mock.patch.object(Path, "replace", between_the_renames)
+        with (
+            replace if fault != "full disk" else contextlib.nullcontext(),
+            pytest.raises(InputError, match=r"best could not be written \(.+\): make room\.$"),
+        ):
+            classifier.save_model(*arguments)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert {file.name: file.read_bytes() for file in (tmp_path / "best").iterdir()} == before
+    assert [path.name for path in tmp_path.iterdir()] == ["best"], "nothing else is left"
+
+
+def test_models_without_a_classification_head_are_refused():
+    for config in (GraniteConfig(), MambaConfig()):
+        sentence = f"no classification head for {config.model_type}: give --head none.$"
+        with pytest.raises(InputError, match=sentence):
+            classifier.model_class("linear", config)
+        assert classifier.model_class("none", config) is AutoModelForCausalLM
+
+
+# --- GPUs ---
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("head", ["linear", "none"])
+def test_first_losses_on_a_gpu_agree_with_the_cpu(tmp_path, head):
+    data = write_splits(tmp_path / "data", SIZES)
+    found = {}
+    for device, visible in (("gpu", "0"), ("cpu", "")):
+        args = (*ARGS, "-d", data, "--head", head, "--max-steps", 6)
+        place = ("--save-dir", tmp_path, "-e", device)
+        done = run_script(SCRIPT, *args, *place, CUDA_VISIBLE_DEVICES=visible)
+        assert done.returncode == 0, done.stderr
+        metrics = read_metrics(tmp_path / device)
+        found[device] = [line["loss"] for line in metrics] + [metrics[-1]["eval_loss"]]
+        assert (tmp_path / device / "test_report.json").exists()
+    assert len(found["gpu"]) == 7 and found["gpu"] == pytest.approx(found["cpu"], rel=1e-3)
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("head", ["linear", "none"])
+def test_one_saved_model_gets_the_same_report_on_one_gpu_and_on_two(tmp_path, head):
+    data = write_splits(tmp_path / "data", SIZES)
+    args = (SCRIPT, *ARGS, "-d", data, "--head", head, "--save-dir", tmp_path)
+    still = ("--pretrained", "-m", tmp_path / "first/best", "--max-steps", 1, "--lr", 0)
+    for ranks, name, more in ((2, "first", ()), (1, "one", still), (2, "two", still)):
+        done = run_script(*TORCHRUN, ranks, *args, *more, "-e", name)
+        assert done.returncode == 0, done.stderr
+    one, two = (
+        json.loads((tmp_path / name / "test_report.json").read_text()) for name in ("one", "two")
+    )
+    assert one.pop("loss") == pytest.approx(two.pop("loss"), rel=1e-5)
+    assert one == two
+
+
 # --- data ---
 
 
@@ -271,7 +499,7 @@ def files_in_two_splits(splits: dict) -> list[str]:
 
 
 def test_built_in_pieces_of_a_file_stay_together():
-    classes, splits = load_examples("python-stdlib", None, "text", "label")
+    classes, splits = load_examples("python-stdlib")
     assert classes == list(PACKAGES)
     for examples in splits.values():
         assert set(examples.labels) == set(range(len(PACKAGES)))
@@ -296,14 +524,14 @@ def test_a_folder_in_the_shape_of_imdb(tmp_path):
         files.append(f"  - split: {split}\n    path: {name}\n")
     card = "---\nconfigs:\n- config_name: plain_text\n  data_files:\n" + "".join(files) + "---\n"
     (folder / "README.md").write_text(card)
-    classes, splits = load_examples(str(folder), None, "text", "label")
+    classes, splits = load_examples(str(folder))
     assert classes == ["neg", "pos"]
     assert len(splits["test"]) == 50 and 5 <= len(splits["validation"]) <= 40
     assert len(splits["train"]) + len(splits["validation"]) == 200
     for examples in splits.values():
         for text, label in zip(examples.texts, examples.labels, strict=True):
             assert text.endswith(("bad", "good")[label]) and "unsupervised" not in text
-    again = load_examples(str(folder), None, "text", "label")[1]
+    again = load_examples(str(folder))[1]
     assert again == splits
 
 
@@ -338,8 +566,61 @@ def test_bad_tables(tmp_path, sentence):
     path = tmp_path / "table.csv"
     path.write_text(BAD_TABLES[sentence])
     with pytest.raises(InputError, match=sentence) as error:
-        load_examples(str(path), None, "text", "label")
+        load_examples(str(path))
     assert str(error.value).endswith(".") and "\n" not in str(error.value)
+
+
+def test_labels_of_any_kind(tmp_path):
+    """A date is a class by its name; a list is none, and neither is what is no number."""
+    path, texts = tmp_path / "table.parquet", [f"text number {n}" for n in range(90)]
+    days = [datetime.date(2024, 2, 1 + n % 3) for n in range(90)]
+    Dataset.from_dict({"text": texts, "label": days}).to_parquet(path)
+    classes, splits = load_examples(str(path))
+    assert classes == ["2024-02-01", "2024-02-02", "2024-02-03"]
+    text, label = splits["train"].texts[5], splits["train"].labels[5]
+    assert label == int(text.split()[-1]) % 3
+    Dataset.from_dict({"text": texts, "label": [float(n % 2) for n in range(90)]}).to_parquet(path)
+    assert load_examples(str(path))[0] == ["0.0", "1.0"]
+    for labels, sentence in (
+        ([[n % 2] for n in range(90)], "holds lists: give one class a row"),
+        ([{"name": n % 2} for n in range(90)], "holds objects: give one class a row"),
+        ([float(n % 2) if n % 3 else float("nan") for n in range(90)], "30 of 90 .* no label in"),
+    ):
+        Dataset.from_dict({"text": texts, "label": labels}).to_parquet(path)
+        with pytest.raises(InputError, match=f"column 'label'.* {sentence}|{sentence}"):
+            load_examples(str(path))
+
+
+def test_arguments_without_an_effect_are_refused(tmp_path):
+    for arguments in (("plain_text",), (None, "body"), (None, None, "class")):
+        with pytest.raises(InputError, match="python-stdlib is code: it has no --dataset-subset, "):
+            load_examples("python-stdlib", *arguments)
+    (tmp_path / "table.csv").write_text(ROWS)
+    with pytest.raises(InputError, match=r"table.csv is one file: it has no --dataset-subset.$"):
+        load_examples(str(tmp_path / "table.csv"), "plain_text")
+    assert load_examples(str(tmp_path / "table.csv"))[0] == ["a", "b"]
+
+
+def test_the_log_counts_what_stands_in_train_and_in_test(tmp_path):
+    """Splits of a table's own are left as they are."""
+    args = argparse.Namespace(batch_size=2, global_batch_size=4, seed=0, padding="grouped")
+    found = []
+    for shared in (0, 3):
+        folder = tmp_path / f"table-{shared}"
+        folder.mkdir()
+        rows = ROWS.splitlines(keepends=True)
+        (folder / "train.csv").write_text("".join(rows[: 81 + shared]))
+        (folder / "test.csv").write_text("".join(rows[:1] + rows[81:]))
+        classes, splits = load_examples(str(folder))
+        # Of the shared texts, some may have gone to the validation.
+        assert len(splits["test"]) == 20
+        encode(splits, classes, models.load_tokenizer("gpt2-tiny"), 32, None)
+        sampler = GroupedSampler(splits["train"].lengths(), args, 1, 0)
+        said = classifier.describe_data(classes, splits, sampler, 32).splitlines()
+        both = len(set(splits["train"].texts) & set(splits["test"].texts))
+        assert said[2:] == ([f"{both} of the test's texts also stand in train"] if both else [])
+        found.append(both)
+    assert found[0] == 0 < found[1] <= 3
 
 
 def test_bad_names_and_prompts(tmp_path):
@@ -352,8 +633,8 @@ def test_bad_names_and_prompts(tmp_path):
         "stanfordnlp/imdb": "is neither a preset .* cannot be reached",
     }.items():
         with pytest.raises(InputError, match=sentence):
-            load_examples(name, None, "text", "label")
-    classes, splits = load_examples("python-stdlib", None, "text", "label")
+            load_examples(name)
+    classes, splits = load_examples("python-stdlib")
     tokenizer = models.load_tokenizer("gpt2-tiny")
     for prompt, sentence in {
         "which class?": r"must hold {text}, once",
@@ -458,14 +739,3 @@ def test_launch_file_works_from_anywhere(runs, tmp_path):
     assert read_metrics(tmp_path / "run")[-1]["step"] == 3
     assert "largest class" in done.stdout + done.stderr
     assert (tmp_path / "run/best/model.safetensors").exists()
-
-
-def test_recorded_model_beats_the_largest_class():
-    """And the report that the page shows is one of this version of the code."""
-    text = (ROOT / "02-ddp/recorded/classify.txt").read_text()
-    accuracy = {
-        name: float(re.search(rf"^{name} +([\d.]+) +[\d.]+$", text, re.MULTILINE)[1])
-        for name in ("this model", "bag of words", "largest class")
-    }
-    assert accuracy["this model"] > 1.5 * accuracy["largest class"]
-    assert "of the texts; with padding: fixed" in text and "(the best so far)" in text
