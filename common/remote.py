@@ -50,8 +50,8 @@ def as_path(place: str) -> Path:
         path.fs  # noqa: B018  imports what this kind of address needs
     except ImportError as error:
         raise InputError(
-            f"{place} needs more packages ({error}): pip install --editable '.[s3]' brings those "
-            "for s3://."
+            f"{place} needs more packages ({error}): pip install --constraint requirements.txt "
+            "--editable '.[s3]' brings those for s3://."
         ) from error
     except ValueError as error:
         raise InputError(f"{place} cannot be opened ({error}): see its first letters.") from error

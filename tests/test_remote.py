@@ -348,7 +348,7 @@ def test_packages_that_are_missing(refuse, monkeypatch):
             patch.delitem(sys.modules["fsspec.registry"]._registry, "s3", raising=False)
             for sentence in refuse(address):
                 assert f"{address}" in sentence and "needs more packages (" in sentence
-                assert "pip install --editable '.[s3]' brings those for s3://" in sentence
+                assert "requirements.txt --editable '.[s3]' brings those for s3://" in sentence
     for sentence in refuse("nosuch://bucket"):
         assert "cannot be opened (" in sentence
 
