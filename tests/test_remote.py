@@ -222,8 +222,12 @@ def test_a_connection_cut_in_a_save(chapter, options, server, bucket, straight, 
     args = ["-d", texts, *SMALL, *options, "--save-dir", bucket, "-e", "run"]
     ranks = 1 if chapter == "01-single-gpu" else 2
 
+    # What starts processes may itself have been started before the credentials were set.
+    aws = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
+
     def train() -> list[int]:
-        given = {"env": {"AWS_ENDPOINT_URL": proxy.url}, "chapter": chapter, "plant": hurry}
+        own = {**aws, "AWS_ENDPOINT_URL": proxy.url}
+        given = {"env": own, "chapter": chapter, "plant": hurry}
         if ranks == 1:
             return [finish(start(args, stderr_file=str(tmp_path / "stderr-0"), **given))]
         files = [str(tmp_path / f"stderr-{rank}") for rank in range(ranks)]
