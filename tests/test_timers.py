@@ -189,7 +189,8 @@ def test_a_sharded_forward_pass_waits_itself(corpus, tmp_path):
     chapter = plant("04-fsdp", tmp_path / "chapter", [(meet, "")])
     (tmp_path / "bug").mkdir()
     found = run_with_a_late_rank(chapter, corpus, tmp_path / "bug", make_data_of_rank_1_late)
-    with pytest.raises(AssertionError, match=r"^the wait is"):
+    # Or what wait is left is the noise of a busy machine, and names the wrong rank.
+    with pytest.raises(AssertionError, match=r"^(the wait is|assert \(0, )"):
         assert_the_late_rank_is_named(*found)
 
 
