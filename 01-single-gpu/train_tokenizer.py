@@ -5,7 +5,6 @@ python 01-single-gpu/train_tokenizer.py my-tokenizer
 
 import argparse
 import shlex
-import tempfile
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +15,7 @@ from transformers import PreTrainedTokenizerFast
 
 from common import cli, launch
 from common.cli import InputError, at_least
-from common.models import PRESET_NAMES
+from common.folders import check_new_folder, complete_folder
 from common.sources import find_source
 
 if TYPE_CHECKING:
@@ -50,10 +49,7 @@ def get_args() -> argparse.Namespace:
 def main() -> None:
     args = get_args()
     target = args.target
-    if target.is_file() or (target.is_dir() and any(target.iterdir())):
-        raise InputError(f"{target} exists already: give a folder that does not, or delete it.")
-    if str(target) in PRESET_NAMES:
-        raise InputError(f"{target} is the name of a preset: give the folder another one.")
+    check_new_folder(target)
     if args.kind == "bpe" and args.vocab_size <= N_BYTES:
         raise InputError(f"All bytes and an end are {N_BYTES + 1} tokens: give --vocab-size more.")
 
@@ -66,18 +62,9 @@ def main() -> None:
     tokenizer = train(args.kind, args.vocab_size, args.min_frequency, parts["training"])
     counts = measure(tokenizer, parts["evaluation"])
 
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        # Under its name only when it is complete, whenever this process is killed.
-        with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as folder:
-            unfinished = Path(folder) / target.name
-            tokenizer.save_pretrained(unfinished)
-            unfinished.replace(target)
-    except Exception as error:  # the library that writes has none but this class for a full disk
-        reason = getattr(error, "strerror", None) or error
-        raise InputError(
-            f"{target} could not be written ({reason}): make room, or give another folder."
-        ) from error
+    # The library that writes has no other class for a full disk.
+    with complete_folder(target, (Exception,)) as unfinished:
+        tokenizer.save_pretrained(unfinished)
     known_tokens = 1 - counts["unknown tokens"] / counts["tokens"]
     known_characters = 1 - counts["unknown characters"] / sizes["evaluation"]
     print(

@@ -306,9 +306,10 @@ def suspicions(nodes: list[Node]) -> list[str]:
         others = [
             f"GPU {number} of {node.name}"
             for node in nodes
+            for spins in [node.spinning()]
             for number, gpu in enumerate(node.gpus())
-            if gpu["processes"] and number not in node.spinning()
-            if node in spinning or (gpu["busy"] is not None and gpu["busy"] < BUSY)
+            if gpu["processes"] and number not in spins
+            if spins or (gpu["busy"] is not None and gpu["busy"] < BUSY)
         ]
         lines.append(
             f"Busy near idle power for {seconds:.0f} s: {where}. This is how a collective looks "

@@ -6,7 +6,6 @@ python 04-fsdp/export.py outputs/my-run my-model
 import argparse
 import re
 import shlex
-import tempfile
 from contextlib import suppress
 from pathlib import Path
 
@@ -17,7 +16,8 @@ from transformers import GenerationConfig
 from transformers.utils.logging import disable_progress_bar
 
 from common import cli, launch, models, runs
-from common.cli import InputError, at_least
+from common.cli import at_least
+from common.folders import check_new_folder, complete_folder, let_others_read
 from common.remote import as_path
 from common.writer import open_reader
 
@@ -48,10 +48,7 @@ def main() -> None:
 
     # --- run ---
     target = args.target
-    if target.is_file() or (target.is_dir() and any(target.iterdir())):
-        raise InputError(f"{target} exists already: give a folder that does not, or delete it.")
-    if str(target) in models.PRESET_NAMES:
-        raise InputError(f"{target} is the name of a preset: give the folder another one.")
+    check_new_folder(target)
     kept = runs.find_kept(args.run, args.step)
 
     # --- model ---
@@ -79,21 +76,10 @@ def main() -> None:
     assert not any(tensor.is_meta for tensor in model.state_dict().values())
 
     # --- folder ---
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        # Under its name only when it is complete, whenever this process is killed.
-        with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as folder:
-            unfinished = Path(folder) / target.name
-            model.save_pretrained(unfinished, max_shard_size=args.max_shard_size)
-            tokenizer.save_pretrained(unfinished)
-            for file in unfinished.iterdir():  # safetensors makes its own for the owner alone
-                file.chmod((unfinished / "config.json").stat().st_mode)
-            unfinished.replace(target)
-    except (OSError, SafetensorError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise InputError(
-            f"{target} could not be written ({reason}): make room, or give another folder."
-        ) from error
+    with complete_folder(target, (OSError, SafetensorError)) as unfinished:
+        model.save_pretrained(unfinished, max_shard_size=args.max_shard_size)
+        tokenizer.save_pretrained(unfinished)
+        let_others_read(unfinished)
     size = sum(file.stat().st_size for file in target.iterdir())
     name = shlex.quote(str(target))
     print(

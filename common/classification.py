@@ -14,9 +14,7 @@ import xxhash
 from torch.utils.data import Dataset
 
 from common.cli import InputError
-from common.models import not_found, prepare_for_hub
-from common.sources import BUILT_IN, NOT_CODE, TABLE_SUFFIXES
-from common.tables import import_datasets
+from common.sources import BUILT_IN, NOT_CODE, TABLE_SUFFIXES, load_from_hub, load_table
 
 if TYPE_CHECKING:
     import datasets
@@ -121,18 +119,7 @@ def _load_table(name: str, subset: str | None) -> "datasets.DatasetDict":
         raise InputError(f"The file {name} does not end in one of: {' '.join(TABLE_SUFFIXES)}.")
     if path.is_file() and subset:
         raise InputError(f"{name} is one file: it has no --dataset-subset.")
-    if not path.exists():
-        prepare_for_hub("data set", name)
-    load_dataset = import_datasets().load_dataset
-    try:
-        if path.is_file():
-            return load_dataset(TABLE_SUFFIXES[path.suffix], data_files=name)
-        return load_dataset(name, subset)
-    except Exception as error:  # the library wraps what its readers raise in many classes
-        if not path.exists():
-            raise not_found("data set", name, (BUILT_IN,), error) from error
-        cause = (str(error.__cause__ or error).splitlines() or [type(error).__name__])[0]
-        raise InputError(f"Cannot read {name} as a data set: {cause}") from error
+    return load_table(name, subset) if path.exists() else load_from_hub(name, subset)
 
 
 def _table_rows(

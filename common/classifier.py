@@ -18,10 +18,11 @@ from sklearn.pipeline import make_pipeline
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
+from common import models
 from common.classification import Examples
 from common.cli import InputError
+from common.folders import let_others_read
 from common.grouping import GroupedSampler
-from common.models import PRESET_NAMES, cannot_load, first_line, resolve_model
 from common.record import check_agreement
 from common.remote import is_remote
 
@@ -62,18 +63,12 @@ def load_weights(
 ) -> PreTrainedModel:
     """Load a folder's or a hub model's own weights, in the shape of config or its own, on the CPU.
 
-    A head that it lacks, or that is for another number of classes, is drawn. Raises InputError for
-    a preset (it has no weights) and where the weights cannot be had.
+    A head that it lacks, or that is for another number of classes, is drawn. Raises InputError as
+    models.load_weights does.
     """
     disable_progress_bar()
-    if name in PRESET_NAMES:
-        raise InputError(f"The preset {name} has no weights: leave out --pretrained.")
-    try:
-        return model_class.from_pretrained(
-            resolve_model(name), config=config, ignore_mismatched_sizes=True, **options
-        )
-    except (OSError, ValueError) as error:
-        raise cannot_load("model", name, f"usable weights: {first_line(error)}", error) from error
+    options = {**options, "ignore_mismatched_sizes": True}
+    return models.load_weights(model_class, name, config, options)
 
 
 def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
@@ -86,8 +81,7 @@ def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folde
     try:
         model.save_pretrained(unfinished)
         tokenizer.save_pretrained(unfinished)
-        for file in unfinished.iterdir():  # safetensors makes its own for the owner alone
-            file.chmod((unfinished / "config.json").stat().st_mode)
+        let_others_read(unfinished)
         if folder.exists():
             folder.replace(old)
         unfinished.replace(folder)

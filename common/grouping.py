@@ -66,12 +66,8 @@ class GroupedSampler(Sampler[list[int]]):
     def __init__(
         self, lengths: list[int], args: argparse.Namespace, num_replicas: int, rank: int
     ) -> None:
-        self.lengths, self.num_replicas, self.rank, self.seed = (
-            lengths,
-            num_replicas,
-            rank,
-            args.seed,
-        )
+        self.lengths, self.num_replicas, self.rank = lengths, num_replicas, rank
+        self.seed = args.seed
         self.batch_size, self.global_batch_size = args.batch_size, args.global_batch_size
         self.grouped = args.padding == "grouped"
         self.set_epoch(0)

@@ -63,7 +63,7 @@ def not_found(kind: str, name: str, presets: tuple[str, ...], cause: Exception) 
             f"{text}, it is not in the cache, and the hub ({constants.ENDPOINT}) cannot be "
             f"reached; {WORKS_OFFLINE}."
         )
-    return InputError(f"{text}, and the hub does not give it: {first_line(cause)}")
+    return InputError(f"{text}, and the hub does not give it: {_first_line(cause)}")
 
 
 def resolve_model(name: str, kind: str = "model") -> str:
@@ -79,7 +79,7 @@ def resolve_model(name: str, kind: str = "model") -> str:
     return name
 
 
-def cannot_load(kind: str, name: str, lacks: str, cause: Exception) -> InputError:
+def _cannot_load(kind: str, name: str, lacks: str, cause: Exception) -> InputError:
     """Return why nothing could be loaded: what a local folder lacks, or what the hub has not."""
     if Path(name).is_dir():
         return InputError(f"The folder {name} has no {lacks}")
@@ -96,8 +96,8 @@ def load_config(name: str) -> PretrainedConfig:
     try:
         config = AutoConfig.from_pretrained(resolve_model(name), use_cache=False)
     except (OSError, ValueError) as error:
-        lacks = f"usable config.json: {first_line(error)}"
-        raise cannot_load("model", name, lacks, error) from error
+        lacks = f"usable config.json: {_first_line(error)}"
+        raise _cannot_load("model", name, lacks, error) from error
     encoder = getattr(config, "is_decoder", None) is False
     if (
         type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
@@ -122,7 +122,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
     except (OSError, ValueError) as error:
-        raise cannot_load("tokenizer", name, lacks, error) from error
+        raise _cannot_load("tokenizer", name, lacks, error) from error
     if len(tokenizer) <= len(tokenizer.all_special_ids):  # what transformers makes of no files
         raise InputError(f"The folder {name} has no {lacks}")
     if tokenizer.eos_token_id is None:
@@ -136,16 +136,25 @@ def load_pretrained(name: str, config: PretrainedConfig) -> PreTrainedModel:
     Where the default device is "meta", it has shapes and no weights: load_shards reads them.
     Raises InputError for a preset (it has none) and where the weights cannot be had.
     """
+    options = {"attn_implementation": causal_attention(config), "dtype": torch.float32}
+    if name not in PRESET_NAMES and torch.get_default_device().type == "meta":
+        return AutoModelForCausalLM.from_config(config, **options)
+    return load_weights(AutoModelForCausalLM, name, config, options)
+
+
+def load_weights(
+    model_class: type, name: str, config: PretrainedConfig | None, options: dict[str, object]
+) -> PreTrainedModel:
+    """Load a folder's or a hub model's own weights on the CPU; options: of from_pretrained.
+
+    Raises InputError for a preset (it has no weights) and where the weights cannot be had.
+    """
     if name in PRESET_NAMES:
         raise InputError(f"The preset {name} has no weights: leave out --pretrained.")
-    options = {"attn_implementation": causal_attention(config), "dtype": torch.float32}
-    if torch.get_default_device().type == "meta":
-        return AutoModelForCausalLM.from_config(config, **options)
     try:
-        return AutoModelForCausalLM.from_pretrained(resolve_model(name), config=config, **options)
+        return model_class.from_pretrained(resolve_model(name), config=config, **options)
     except (OSError, ValueError) as error:
-        lacks = f"usable weights: {first_line(error)}"
-        raise cannot_load("model", name, lacks, error) from error
+        raise _cannot_load("model", name, f"usable weights: {_first_line(error)}", error) from error
 
 
 def find_blocks(model: PreTrainedModel) -> list[nn.Module]:
@@ -187,5 +196,5 @@ def check_sizes(
     return seq_length or min(positions, 1024)
 
 
-def first_line(error: Exception) -> str:
+def _first_line(error: Exception) -> str:
     return (str(error).strip().splitlines() or [type(error).__name__])[0]

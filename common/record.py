@@ -83,8 +83,7 @@ def find_checkpoint(run_dir: Path, training: dict[str, object]) -> Path | None:
     """
     rank, world_size = rank_and_world_size()
     check_agreement(training, "give all nodes the same arguments, data and Python")
-    record_file = run_dir / "state.json"
-    if not exists(record_file):
+    if not exists(run_dir / "state.json"):
         # One folder can be left by a kill before the first record; more were once recorded.
         if len(list((run_dir / "checkpoints").glob("step-*"))) > 1:
             raise InputError(
@@ -92,16 +91,8 @@ def find_checkpoint(run_dir: Path, training: dict[str, object]) -> Path | None:
                 "another -e."
             )
         return None
-    try:
-        state = json.loads(read_text(record_file))
-        saved, records = state["training"], state["checkpoints"]
-        if state["format"] != FORMAT:
-            raise ValueError(f"format {state['format']}, not {FORMAT}")
-        present = [r for r in records if is_folder(run_dir / r["path"])]
-    except (ValueError, KeyError, TypeError) as error:
-        raise InputError(
-            f"{record_file} is damaged ({error!r}): restore it, or start anew with another -e."
-        ) from error
+    saved, by_step = read_record(run_dir, "restore it, or start anew with another -e")
+    present = list(by_step.values())
     for name, value in training.items():
         if name in saved and saved[name] != value:
             raise InputError(
@@ -121,6 +112,20 @@ def find_checkpoint(run_dir: Path, training: dict[str, object]) -> Path | None:
             way_back = f"delete {path} to go on from step {present[-2]['step']}, or {way_back}"
         raise InputError(f"The checkpoint file {path / name} is damaged: {way_back}.")
     return path
+
+
+def read_record(run_dir: Path, way_out: str) -> tuple[dict[str, object], dict[int, dict]]:
+    """Return from state.json the training, and the records of the checkpoints that are there, by
+    step. Raises InputError where it is damaged, FileNotFoundError where there is none."""
+    record_file = run_dir / "state.json"
+    try:
+        state = json.loads(read_text(record_file))
+        training, records = state["training"], state["checkpoints"]
+        if state["format"] != FORMAT:
+            raise ValueError(f"format {state['format']}, not {FORMAT}")
+        return training, {r["step"]: r for r in records if is_folder(run_dir / r["path"])}
+    except (ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{record_file} is damaged ({error!r}): {way_out}.") from error
 
 
 @explained

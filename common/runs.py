@@ -1,6 +1,5 @@
 """Models that were trained here: a run's newest complete checkpoint, or a folder of weights."""
 
-import json
 import warnings
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -23,7 +22,7 @@ from transformers.utils.logging import disable_progress_bar
 from common import models, record
 from common.attention import causal_attention
 from common.cli import InputError
-from common.remote import as_path, exists, explained, is_folder, read_text
+from common.remote import as_path, exists, explained
 from common.writer import cause_of, open_reader
 
 
@@ -60,20 +59,13 @@ def find_kept(run: Path, step: int | None) -> Kept:
 
     Raises InputError where there is none, or state.json is damaged.
     """
-    record_file = run / "state.json"
     try:
-        state = json.loads(read_text(record_file))
-        training, checkpoints = state["training"], state["checkpoints"]
-        if state["format"] != record.FORMAT:
-            raise ValueError(f"format {state['format']}, not {record.FORMAT}")
-        kept = {c["step"]: c for c in checkpoints if is_folder(run / c["path"])}
+        training, kept = record.read_record(run, "restore it")
     except (FileNotFoundError, NotADirectoryError) as error:
         reason = "there is no such folder" if not run.exists() else "it has no state.json"
         raise InputError(
             f"{run} is no run's folder with a complete checkpoint: {reason}."
         ) from error
-    except (ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{record_file} is damaged ({error!r}): restore it.") from error
     if not kept:
         raise InputError(f"The run {run} has no complete checkpoint: its folders are gone.")
     step = step or max(kept)

@@ -88,7 +88,7 @@ def find_source(name: str, subset: str | None, text_column: str | None) -> Sourc
             )
         fingerprint = _fingerprint((subset, text_column), path, files)
         return Source(fingerprint, lambda: _local(path, files, text_column, subset))
-    dataset = _from_hub(name, subset)
+    dataset = load_from_hub(name, subset)
     fingerprint = f"{sorted((split, d._fingerprint) for split, d in dataset.items())} {text_column}"
     return Source(fingerprint, lambda: split_table(dataset, name, text_column))
 
@@ -148,19 +148,24 @@ def _local(
     arrays = [read_json_strings(root / path) for path in files if path.suffix == ".json"]
     if len(arrays) == len(files) and None not in arrays:
         return split_documents(documents_of(chain.from_iterable(arrays)))
+    return split_table(load_table(name, subset), name, text_column)
+
+
+def load_table(name: str, subset: str | None) -> "datasets.DatasetDict":
+    """Return the splits of a local table, or of a folder of them. Raises InputError."""
+    path = Path(name)
     load_dataset = import_datasets().load_dataset
     try:
-        if len(files) == 1:
-            table = load_dataset(TABLE_SUFFIXES[files[0].suffix], data_files=name)
-        else:
-            table = load_dataset(str(root), subset)
+        if path.is_file():
+            return load_dataset(TABLE_SUFFIXES[path.suffix], data_files=name)
+        return load_dataset(name, subset)
     except Exception as error:  # the library wraps what its readers raise in many classes
-        cause = str(error.__cause__ or error).splitlines()[0]
+        cause = (str(error.__cause__ or error).splitlines() or [type(error).__name__])[0]
         raise InputError(f"Cannot read {name} as a data set: {cause}") from error
-    return split_table(table, name, text_column)
 
 
-def _from_hub(name: str, subset: str | None) -> "datasets.DatasetDict":
+def load_from_hub(name: str, subset: str | None) -> "datasets.DatasetDict":
+    """Return the splits of a hub's data set. Raises InputError where it cannot be had."""
     prepare_for_hub("data set", name)
     try:
         return import_datasets().load_dataset(name, subset)
