@@ -47,6 +47,7 @@ SEEN_WITHIN_S = 10.0  # network file systems show a new file to other nodes afte
 ANSWER_WITHIN_S = 5.0  # after a failure: whoever says nothing for so long is gone
 SERIES_S = 10.0  # a size whose all-reduces would take longer is left out
 COMPARED_FROM = 2**20  # bytes: a busy core slows smaller all-reduces down tenfold
+GOES = 2  # a fault is what is slow in each go: somebody else's work slows down one of them
 ALL_PAIRS = 8  # up to so many nodes each pair is measured, beyond only neighbours on a ring
 
 say = functools.partial(print, flush=True)  # a process that ends at once flushes nothing
@@ -328,11 +329,12 @@ def far_below(values: dict[str, float], factor: float) -> dict[str, float]:
     return found
 
 
-def find_slow(kind: str, series: dict[str, dict], factor: float, least: float | None) -> list[str]:
-    """Return a fault for each node or link ("A - B") that is slow, and one for a node all of whose
-    links are.
+def slow_ones(
+    series: dict[str, dict], factor: float, least: float | None
+) -> dict[str, tuple[float, float]]:
+    """Return (GB/s, times less than the others, or 0 if it is only below `least`) of each slow one.
 
-    series: by name, {bytes: {"GB/s": ...}}; the largest size that all have counts.
+    series: of nodes or links, {bytes: {"GB/s": ...}} by name; the largest size of all counts.
     factor: how many times slower than the others is too slow, if any came to 1 MiB or more.
     least: GB/s, or None.
     """
@@ -341,14 +343,22 @@ def find_slow(kind: str, series: dict[str, dict], factor: float, least: float | 
     rates = {name: each[size]["GB/s"] for name, each in series.items()}
     slow = far_below(rates, factor) if max(largest, default=0) >= COMPARED_FROM else {}
     slow |= {name: 0.0 for name in rates if least and rates[name] < least and name not in slow}
+    return {name: (rates[name], times) for name, times in slow.items()}
+
+
+def find_slow(kind: str, series: dict[str, dict], factor: float, least: float | None) -> list[str]:
+    """Return a fault for each of slow_ones: nodes, or links ("A - B"); and before them one for a
+    node all of whose links are slow.
+    """
+    slow = slow_ones(series, factor, least)
     faults = []
-    for node in dict.fromkeys(end for name in rates for end in name.split(" - ")):
-        links = {name for name in rates if node in name.split(" - ")}
+    for node in dict.fromkeys(end for name in series for end in name.split(" - ")):
+        links = {name for name in series if node in name.split(" - ")}
         if len(links) > 1 and links <= set(slow):
             faults.append(f"bandwidth: every link of {node} is slow")
-    for name, times in slow.items():
+    for name, (rate, times) in slow.items():
         why = f"{times:.1f} times less than the others" if times else f"--min-bandwidth {least:g}"
-        faults.append(f"bandwidth: {kind} {name} has {rates[name]:.3g} GB/s, {why}")
+        faults.append(f"bandwidth: {kind} {name} has {rate:.3g} GB/s, {why}")
     return faults
 
 
@@ -482,6 +492,28 @@ def measure(sizes: list[int], ranks: list[int], group, pattern, meeting, timeout
     return {"seconds": seconds, "wrong": wrong}
 
 
+def collect(
+    meeting: Meeting, what: str, own: dict[str, dict], best: dict[str, dict], ranks: dict[str, list]
+) -> list[str]:
+    """Put what all ranks measured into `best`, if it is better; return a fault for each wrong sum.
+
+    own: what `measure` returned to this rank, by name. best: {bytes: {"ms": ..., "GB/s": ...}} by
+    name, the same on all ranks. ranks: of each name.
+    """
+    faults = []
+    for rank, measured in enumerate(meeting.gather(what, own)):
+        for name, each in measured.items():
+            series = best.setdefault(name, {})
+            for size, s in ((int(size), s) for size, s in each["seconds"].items()):
+                if size not in series or 1000 * s < series[size]["ms"]:
+                    rate = bus_bandwidth(size, s, len(ranks[name]))
+                    series[size] = {"ms": 1000 * s, "GB/s": rate}
+            if each["wrong"]:
+                who = name_ranks({rank: meeting.hosts[rank]})
+                faults.append(f"all-reduce: {who} has a wrong sum of {each['wrong'][0]:,} bytes")
+    return faults
+
+
 # --- the checks, in their order; each returns its faults, the same ones on all ranks ---
 
 
@@ -601,48 +633,51 @@ def check_network(meeting: Meeting, device: torch.device, args) -> tuple[list[st
     common_args = (pattern.float(), meeting, timeout)
     mine = next(node for node in nodes if meeting.rank in nodes[node])
     groups = {node: dist.new_group(ranks) for node, ranks in nodes.items()}  # all make all of them
-    series = {}
-    if len(nodes[mine]) > 1:
-        series[mine] = measure(sizes, nodes[mine], groups[mine], *common_args)
-    meeting.begin("waiting for the other nodes", len(sizes) * SERIES_S + timeout)
-    meeting.gather("within", None)  # from here on nobody measures beside another
+    least = args.min_bandwidth
+    within, faults = {}, []
+
+    def slow(series: dict[str, dict], least: float | None) -> list[str]:
+        return list(slow_ones(series, args.slow_factor, least))
+
+    for go in range(GOES):
+        own = {}
+        if len(nodes[mine]) > 1:
+            own[mine] = measure(sizes, nodes[mine], groups[mine], *common_args)
+        meeting.begin("waiting for the other nodes", len(sizes) * SERIES_S + timeout)
+        # From here on nobody measures beside another.
+        faults += collect(meeting, f"within/{go}", own, within, nodes)
+        if not slow(within, None if len(nodes) > 1 else least):
+            break
+    links, over_all = {}, {}
     if len(nodes) > 1:
         everyone = list(range(meeting.world_size))
-        series["all"] = measure(sizes, everyone, dist.group.WORLD, *common_args)
+        own = {"all": measure(sizes, everyone, dist.group.WORLD, *common_args)}
+        faults += collect(meeting, "all", own, over_all, {"all": everyone})
         # One link can be so slow that all ranks together came to small sizes only.
-        largest = max(*series["all"]["seconds"], min(COMPARED_FROM, sizes[-1]))
+        largest = max(*over_all["all"], min(COMPARED_FROM, sizes[-1]))
         two_sizes = sorted({sizes[0], largest})
-        pairs = list(itertools.combinations(nodes, 2))
+        pairs = itertools.combinations(nodes, 2)
         if len(nodes) > ALL_PAIRS:
-            pairs = list(itertools.pairwise([*nodes, next(iter(nodes))]))
-        for pair in pairs:
-            ends, link = [nodes[node][0] for node in pair], " - ".join(pair)
-            meeting.begin(f"waiting for {link}", 2 * SERIES_S + timeout)
-            group = dist.new_group(ends)
-            if meeting.rank in ends:
-                series[link] = measure(two_sizes, sorted(ends), group, *common_args)
-            meeting.gather(link, None)
-    meeting.begin("collecting the figures", timeout)
-    answers = meeting.gather("figures", series)
-    n_ranks = {"all": meeting.world_size} | {node: len(ranks) for node, ranks in nodes.items()}
-    figures: dict[str, dict] = {}
-    faults = []
-    for rank, (name, each) in ((r, item) for r, own in enumerate(answers) for item in own.items()):
-        seconds = {int(size): value for size, value in each["seconds"].items()}
-        figures[name] = {
-            size: {"ms": 1000 * s, "GB/s": bus_bandwidth(size, s, n_ranks.get(name, 2))}
-            for size, s in seconds.items()
-        }
-        if each["wrong"]:
-            who = name_ranks({rank: meeting.hosts[rank]})
-            faults.append(f"all-reduce: {who} has a wrong sum of {each['wrong'][0]:,} bytes")
-    within = {node: figures[node] for node in nodes if node in figures}
-    links = {name: figures[name] for name in figures if name not in n_ranks}
-    least = args.min_bandwidth
+            pairs = itertools.pairwise([*nodes, next(iter(nodes))])
+        ends = {" - ".join(pair): [nodes[node][0] for node in pair] for pair in pairs}
+        again = list(ends)
+        for go in range(GOES):
+            for link in again:
+                meeting.begin(f"waiting for {link}", 2 * SERIES_S + timeout)
+                if link not in groups:
+                    groups[link] = dist.new_group(ends[link])
+                own = {}
+                if meeting.rank in ends[link]:
+                    own[link] = measure(two_sizes, sorted(ends[link]), groups[link], *common_args)
+                faults += collect(meeting, f"{link}/{go}", own, links, ends)
+            again = slow(links, least)
+            if not again:
+                break
+    figures = {**within, **over_all, **links}
     faults += find_slow("within", within, args.slow_factor, None if links else least)
     faults += find_slow("link", links, args.slow_factor, least)
     if meeting.rank == 0:
-        show_figures(within, figures.get("all", {}), links)
+        show_figures(within, over_all.get("all", {}), links)
     if len(links) == 1 and not least:
         meeting.say("note   one link has no others to be compared with: give --min-bandwidth")
     return list(dict.fromkeys(faults)), figures
