@@ -1,0 +1,93 @@
+"""Run the notebooks of the chapters and store what they print and draw.
+
+python tests/labs.py 01-single-gpu/lab.ipynb [...]      # all of them, if none is named
+
+A notebook runs from top to bottom in its own folder, in a kernel that is new. A cell with the tag
+`varies` shows times or memory, which differ from run to run; what all others print has to come out
+again, to 1 part in 1000 (test_labs.py).
+"""
+
+import argparse
+import os
+import re
+import time
+from pathlib import Path
+
+import nbformat
+from nbclient import NotebookClient
+from nbformat import NotebookNode
+
+ROOT = Path(__file__).parents[1]
+LIMIT_S = 600  # a lab takes at most two minutes on two cores; tests run beside one another
+NUMBER = re.compile(r"(?<![\w.])-?\d[\d,]*(?:\.\d+)?(?:e[+-]?\d+)?")
+
+
+def labs() -> list[Path]:
+    return sorted(ROOT.glob("[0-9][0-9]-*/lab.ipynb"))
+
+
+def execute(path: Path) -> NotebookNode:
+    """Return a notebook with the outputs of a run. Raises nbclient's CellExecutionError."""
+    notebook = nbformat.read(path, as_version=4)
+    client = NotebookClient(
+        notebook,
+        timeout=LIMIT_S,
+        kernel_name="python3",
+        resources={"metadata": {"path": str(path.parent)}},
+        record_timing=False,
+    )
+    # Its configuration and history are the reader's own: none of them counts here.
+    client.execute(env={**os.environ, "IPYTHONDIR": os.environ.get("IPYTHONDIR", "/nonexistent")})
+    return notebook
+
+
+def texts_of(cell: NotebookNode) -> list[str]:
+    """Return what a code cell printed and the text of what it returned, not that of figures."""
+    texts = []
+    for output in cell.outputs:
+        if output.output_type == "stream":
+            texts.append(output.text)
+        elif "image/png" not in output.data:
+            texts.append(output.data.get("text/plain", ""))
+    return texts
+
+
+def figures_of(cell: NotebookNode) -> int:
+    shown = (output for output in cell.outputs if output.output_type != "stream")
+    return sum("image/png" in output.data for output in shown)
+
+
+def compare(stored: NotebookNode, fresh: NotebookNode) -> list[str]:
+    """Return where a fresh run differs from what is stored, one sentence for each cell."""
+    faults = []
+    for old, new in zip(stored.cells, fresh.cells, strict=True):
+        if old.cell_type != "code":
+            continue
+        what = f"cell {old.execution_count} ({old.source.splitlines()[0][:40]})"
+        if figures_of(old) != figures_of(new):
+            faults.append(f"{what} drew {figures_of(new)} figures, stored are {figures_of(old)}")
+        if "varies" in old.metadata.get("tags", []):
+            continue
+        before, after = "".join(texts_of(old)), "".join(texts_of(new))
+        if NUMBER.sub("#", before) != NUMBER.sub("#", after):
+            faults.append(f"{what} printed {after!r}, stored is {before!r}")
+            continue
+        pairs = zip(NUMBER.findall(before), NUMBER.findall(after), strict=True)
+        for one, two in ((a.replace(",", ""), b.replace(",", "")) for a, b in pairs):
+            if abs(float(one) - float(two)) > 1e-3 * max(abs(float(one)), 1e-3):
+                faults.append(f"{what} printed {two}, stored is {one}")
+    return faults
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("notebooks", nargs="*", type=Path, help="all of them, if none is named")
+    for path in parser.parse_args().notebooks or labs():
+        start = time.perf_counter()
+        notebook = execute(path)
+        nbformat.write(notebook, path)
+        print(f"{path}: {time.perf_counter() - start:.0f} s")
+
+
+if __name__ == "__main__":
+    main()
