@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).parents[1] / "03-multi-node" / "local_cluster.sh"
+# For what takes seconds alone, and minutes where other tests run beside it.
+PATIENCE_S = 300
 
 
 class Cluster:
@@ -41,7 +43,7 @@ class Cluster:
 
     def script(self, *args: object, **env: str) -> subprocess.CompletedProcess:
         """Run `local_cluster.sh ARGS`, with these variables too."""
-        return self._execute(["bash", SCRIPT, *args], 90, env)
+        return self._execute(["bash", SCRIPT, *args], PATIENCE_S, env)
 
     def _execute(self, command, timeout: float, env=()) -> subprocess.CompletedProcess:
         return subprocess.run(
@@ -60,13 +62,13 @@ class Cluster:
         result = self.script("down")
         assert result.returncode == 0, result.stderr
 
-    def shell(self, *command: object, timeout: float = 60) -> str:
+    def shell(self, *command: object, timeout: float = PATIENCE_S) -> str:
         """Run a command on this machine, as one who uses the cluster; return what it prints."""
         result = self._execute(command, timeout)
         assert result.returncode == 0, f"{command}: {result.stdout}{result.stderr}"
         return result.stdout.strip()
 
-    def run(self, node: str, *command: str, timeout: float = 60) -> str:
+    def run(self, node: str, *command: str, timeout: float = PATIENCE_S) -> str:
         """Run a command on a node, through ssh; return what it prints."""
         return self.shell("ssh", "-F", self.ssh_config, node, shlex.join(command), timeout=timeout)
 
@@ -79,7 +81,7 @@ class Cluster:
         shown = self.shell("scontrol", "show", "--oneliner", "job", job)
         return dict(re.findall(r"(\S+?)=(\S*)", shown))
 
-    def wait(self, job: str, *states: str, timeout: float = 60) -> dict[str, str]:
+    def wait(self, job: str, *states: str, timeout: float = PATIENCE_S) -> dict[str, str]:
         """Wait until a job is in one of these states; return what Slurm knows of it then."""
         self.until(lambda: self.job(job)["JobState"] in states, f"job {job} {states}", timeout)
         return self.job(job)
@@ -101,7 +103,7 @@ class Cluster:
         self.shell("ip", "-n", f"{self.name}-switch", "link", "set", node, "up")
 
     @staticmethod
-    def until(happened: Callable[[], bool], what: str, timeout: float = 60) -> None:
+    def until(happened: Callable[[], bool], what: str, timeout: float = PATIENCE_S) -> None:
         deadline = time.monotonic() + timeout
         while not happened():
             assert time.monotonic() < deadline, f"not in {timeout} seconds: {what}"

@@ -80,7 +80,7 @@ def read_metrics(run_dir: Path) -> list[dict]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-def run_script(*args: object, timeout: float = 300, **env: str) -> subprocess.CompletedProcess:
+def run_script(*args: object, timeout: float = 600, **env: str) -> subprocess.CompletedProcess:
     """Run `python ARGS` from the repository's root, as a reader does."""
     return subprocess.run(
         [sys.executable, *map(str, args)],
@@ -92,7 +92,7 @@ def run_script(*args: object, timeout: float = 300, **env: str) -> subprocess.Co
     )
 
 
-def wait_for_file(path: Path, running: Callable[[], bool], timeout: float = 60) -> None:
+def wait_for_file(path: Path, running: Callable[[], bool], timeout: float = 300) -> None:
     """Wait until a run that is `running` has written this file."""
     deadline = time.monotonic() + timeout
     while not path.exists():

@@ -11,6 +11,7 @@ from collections import defaultdict
 from pathlib import Path
 
 import pytest
+from cluster import PATIENCE_S
 from conftest import ROOT, free_port
 from runner import finish, start
 from test_multi_node import NODES, PAUSE, STEPS, Lab, note_samples
@@ -26,7 +27,7 @@ def run_on_nodes(
     local_ranks: tuple[int, ...],
     args: list[object],
     env=(),
-    timeout: float = 120,
+    timeout: float = PATIENCE_S,
     **options: object,
 ) -> list[int]:
     """Train in a process for each local rank, of which each 0 begins a node; return the statuses.
@@ -111,7 +112,7 @@ def test_two_launchers_on_one_machine_are_two_nodes(ladder, monkeypatch):
     monkeypatch.setenv("NPROC_PER_NODE", "2")
     words = ["bash", ROOT / "04-fsdp/launch.sh", *ladder.flags("launchers", "-b", 6, "--hsdp")]
     nodes = [subprocess.Popen([str(word) for word in words]) for _ in range(2)]
-    assert [node.wait(200) for node in nodes] == [0, 0]
+    assert [node.wait(PATIENCE_S) for node in nodes] == [0, 0]
     expected, found = ladder.metrics(alone(ladder)), ladder.metrics("launchers")
     for key, rel in (("loss", 1e-5), ("grad_norm", 1e-3), ("eval_loss", 1e-5)):
         right = [line[key] for line in expected if key in line]

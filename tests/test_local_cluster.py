@@ -9,7 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
-from cluster import SCRIPT, Cluster, need_cluster
+from cluster import PATIENCE_S, SCRIPT, Cluster, need_cluster
 
 pytestmark = pytest.mark.slurm
 
@@ -62,7 +62,7 @@ def test_requeued_job_starts_again_within_seconds(cluster, tmp_path):
         '[[ -n "$SLURM_RESTART_COUNT" ]] || { scontrol requeue $SLURM_JOB_ID; sleep 60; }\n',
     )
     job = cluster.sbatch("--chdir", tmp_path, script)
-    end = cluster.wait(job, "COMPLETED", timeout=40)
+    end = cluster.wait(job, "COMPLETED")
     first, second = map(float, (tmp_path / "starts").read_text().split())
     assert end["Restarts"] == "1"
     assert 5 < second - first < 20  # without cred_expire it is 120
@@ -225,7 +225,7 @@ def test_stopped_up_leaves_nothing_behind(machine, name, stage):
     before = machine.footprint()
     up, pid = machine.start_up(STAGES[stage])
     os.kill(pid, signal.Signals[name])
-    assert up.wait(timeout=20) == 128 + signal.Signals[name]
+    assert up.wait(timeout=PATIENCE_S) == 128 + signal.Signals[name]
     assert machine.footprint() == before
     assert up.stderr.read() == UNDONE + "\n"
 

@@ -19,7 +19,7 @@ from pathlib import Path
 
 import pytest
 import test_pages
-from cluster import Cluster, give_up
+from cluster import PATIENCE_S, Cluster, give_up
 from conftest import ROOT, read_metrics
 from runner import Ranks, finish, start
 from test_resume import EXACT
@@ -79,9 +79,9 @@ class Lab:
 
     def sbatch(self, words: list[object], env: dict[str, str]) -> str:
         command = ["sbatch", "--parsable", *map(str, words)]
-        return subprocess.check_output(command, env=env, text=True, timeout=200).split()[0]
+        return subprocess.check_output(command, env=env, text=True, timeout=PATIENCE_S).split()[0]
 
-    def ends(self, job: str, timeout: float = 120) -> str:
+    def ends(self, job: str, timeout: float = PATIENCE_S) -> str:
         """Wait until a job, with all of its starts, has ended; return its state."""
         queued = ("squeue", "--noheader", "--states=all", "--format=%T", f"--jobs={job}")
         ended = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
@@ -120,7 +120,7 @@ class Lab:
         path = self.folder / name
         return read_metrics(path) if (path / "metrics.jsonl").exists() else []
 
-    def wait_for(self, what: Callable[[], bool], timeout: float = 90) -> None:
+    def wait_for(self, what: Callable[[], bool], timeout: float = PATIENCE_S) -> None:
         self.cluster.until(what, "what the test waits for", timeout)
 
     def wait_for_step(self, name: str, step: int) -> None:
@@ -239,7 +239,7 @@ def test_same_losses_with_launch_mpirun(lab):
     root = {"OMPI_ALLOW_RUN_AS_ROOT": 1, "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": 1}
     env = {"HOSTS": "node1:2,node2:2", "SSH": f"ssh -F {lab.cluster.ssh_config}", **root}
     process = lab.launch("mpi", "bash", "03-multi-node/launch_mpirun.sh", **env)
-    assert process.wait(90) == 0, lab.log("mpi")
+    assert process.wait(PATIENCE_S) == 0, lab.log("mpi")
     assert_two_by_two(lab, "mpi")
 
 
@@ -250,7 +250,7 @@ def test_same_losses_with_launch_torchrun(lab):
     env = {"NNODES": 2, "HEAD": "node1:29400", "NPROC_PER_NODE": 2, "HF_HOME": own}
     enter = [lab.enter(node) for node in NODES]
     nodes = [lab.launch("torchrun", *node, *words, **env) for node in enter]
-    assert [node.wait(90) for node in nodes] == [0, 0], lab.log("torchrun")
+    assert [node.wait(PATIENCE_S) for node in nodes] == [0, 0], lab.log("torchrun")
     assert_two_by_two(lab, "torchrun")
     for node in enter:
         kept = lab.cluster.shell(*node, "ls", f"{own}/packed-blocks").split()
@@ -263,18 +263,18 @@ def test_same_losses_with_launch_ssh(lab):
     hosts.write_text("node1  # the head\n\nnode2\n")
     script = ("bash", "03-multi-node/launch_ssh.sh")
     env = {"SSH": f"ssh -F {lab.cluster.ssh_config}", "NPROC_PER_NODE": 2, "PAUSE": 1.5}
-    assert lab.launch("ssh", *script, "start", hosts, **env).wait(30) == 0
+    assert lab.launch("ssh", *script, "start", hosts, **env).wait(PATIENCE_S) == 0
     lab.wait_for_step("ssh", 5)
-    assert lab.launch("ssh", *script, "start", hosts, **env).wait(30) == 2
+    assert lab.launch("ssh", *script, "start", hosts, **env).wait(PATIENCE_S) == 2
     assert "ssh runs here already: stop it first." in lab.log("ssh")
     tail = lab.launch("ssh", *script, "tail", hosts, **env)
     lab.wait_for(lambda: re.search(r"^node1: \[.* step 1\d/24", lab.log("ssh"), re.MULTILINE))
     tail.send_signal(signal.SIGTERM)
-    assert lab.launch("ssh", *script, "stop", hosts, **env).wait(30) == 0
+    assert lab.launch("ssh", *script, "stop", hosts, **env).wait(PATIENCE_S) == 0
     assert lab.log("ssh").count("told to stop") == 2
     lab.wait_for(lambda: not any(lab.processes(node, "train_llm.py") for node in NODES))
     assert (lab.folder / "ssh/requeue").exists() and len(lab.metrics("ssh")) < STEPS
-    assert lab.launch("ssh", *script, "start", hosts, **env).wait(30) == 0
+    assert lab.launch("ssh", *script, "start", hosts, **env).wait(PATIENCE_S) == 0
     lab.wait_for(lambda: len(lab.metrics("ssh")) == STEPS)
     lab.wait_for(lambda: not any(lab.processes(node, "train_llm.py") for node in NODES))
     lab.assert_same("ssh", "alone", exact=False)
@@ -368,7 +368,7 @@ def test_cable_of_rank_0_pulled(lab):
     number = hit(lab, JOB, "cable", "--nodes=1-2", args=("--dist-timeout", 20))
     lab.cluster.cut("node1")
     try:
-        assert lab.ends(number, timeout=200) == "COMPLETED", lab.log("cable")
+        assert lab.ends(number, timeout=PATIENCE_S) == "COMPLETED", lab.log("cable")
         assert restarts(lab, number) == 1
         assert "8 sequences x 1 device x 3 micro-batches" in lab.log("cable")
         lab.assert_same("cable", "alone", exact=False)
@@ -429,8 +429,8 @@ def test_elastic(lab):
     lab.wait_for(lambda: worlds() == ["2", "1"])
     back = launch("node2")
     lab.wait_for(lambda: worlds() == ["2", "1", "2"])
-    assert [first.wait(90), back.wait(90)] == [0, 0], lab.log("elastic")
-    second.wait(10)
+    assert [first.wait(PATIENCE_S), back.wait(PATIENCE_S)] == [0, 0], lab.log("elastic")
+    second.wait(PATIENCE_S)
     stopped = int(re.search(r"Told to stop; saved after step (\d+)", lab.log("elastic"))[1])
     assert f"resumed after step {stopped} of {STEPS}" in lab.log("elastic"), "no step is lost"
     lab.assert_same("elastic", "alone", exact=False)
@@ -492,7 +492,7 @@ def test_commands_of_the_slurm_page(cluster, copy, tmp_path):
             env={**env, **hook, "NPROC_PER_NODE": "1"},
             capture_output=True,
             text=True,
-            timeout=400,
+            timeout=2 * PATIENCE_S,
         )
     finally:
         subprocess.run(["bash", script, "down"], check=True)
@@ -555,7 +555,7 @@ def test_planted_restart_in_the_same_store_fails(lab, planted):
     name = "same-store"
     number = hit(lab, job, name, NPROC_PER_NODE=2, MAX_RESTARTS=1)
     os.kill(lab.workers("node2")[0], signal.SIGKILL)
-    lab.wait_for(lambda: lab.cluster.job(number)["JobState"] != "RUNNING", timeout=120)
+    lab.wait_for(lambda: lab.cluster.job(number)["JobState"] != "RUNNING")
     assert "resumed after step" not in lab.log(name)
     lab.cancel(number)
 

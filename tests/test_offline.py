@@ -55,7 +55,7 @@ def cut_off(tmp_path):
             env=environment,
             capture_output=True,
             text=True,
-            timeout=300,
+            timeout=600,
         )
         return done, set(connections.read_text().split())
 

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from cluster import Cluster, need_cluster
+from cluster import PATIENCE_S, Cluster, need_cluster
 from conftest import ROOT, TORCHRUN, free_port, run_script
 from runner import Ranks, finish, load_script, place_of, start
 from test_multi_node import NODES, Lab
@@ -508,7 +508,7 @@ class Nodes:
     def check(self, *args, **options) -> tuple[int, str]:
         """Return the exit status and what was printed."""
         process = self.start(*args, **options)
-        said, _ = process.communicate(timeout=100)
+        said, _ = process.communicate(timeout=PATIENCE_S)
         return process.returncode, said
 
     @contextlib.contextmanager
@@ -727,7 +727,7 @@ def test_with_other_launchers_as_the_page_has_them(cluster, tmp_path, launcher):
         subprocess.Popen(each, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
         for each in words
     ]
-    said = [process.communicate(timeout=120)[0] for process in processes]
+    said = [process.communicate(timeout=PATIENCE_S)[0] for process in processes]
     assert [process.returncode for process in processes] == [0] * len(enter), said
     assert "Sound: 4 ranks on 2 nodes" in "".join(said)
 
@@ -755,7 +755,7 @@ def test_a_node_whose_network_goes_ends_all_and_on_both_sides(nodes, tmp_path):
     process = nodes.start("--timeout", 4, kill=0, plant="pause", MARKS=str(tmp_path))
     nodes.cluster.until(lambda: len(list(tmp_path.iterdir())) == 4, "all ranks are connected", 60)
     with nodes.dropped("node2", "from", f"{nodes.cluster.network}.1"):
-        said, _ = process.communicate(timeout=100)
+        said, _ = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 1, said
     assert "; no answer from ranks 2, 3 on node2.\n" in said
 

@@ -230,7 +230,7 @@ def test_torchrun_does_not_start_it_again(runs, chapter, tmp_path):
     try:
         wait_for_file(run_dir / "state.json", lambda: agent.poll() is None)
         os.kill(children(agent.pid)[1], signal.SIGTERM)
-        _, said = agent.communicate(timeout=60)
+        _, said = agent.communicate(timeout=300)
     finally:
         agent.kill()
     assert agent.returncode == 0, said
