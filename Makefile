@@ -3,7 +3,7 @@ PYTHON ?= python3
 BIN := .venv/bin
 SCRIPTS := $(wildcard [0-9][0-9]-*/train_llm.py)
 
-.PHONY: train diff test test-all lint format clean
+.PHONY: train diff lab test test-all lint format clean
 
 train: .venv/.train  ## train chapter 1 on the built-in corpus: make train ARGS="-e my-run"
 	$(BIN)/python 01-single-gpu/train_llm.py $(ARGS)
@@ -11,6 +11,10 @@ train: .venv/.train  ## train chapter 1 on the built-in corpus: make train ARGS=
 diff:  ## what a chapter changes: make diff CHAPTER=2
 	@case "$(CHAPTER)" in [2-$(words $(SCRIPTS))]) ;; *) echo "make diff CHAPTER=N: N is from 2 to $(words $(SCRIPTS))" >&2; exit 2 ;; esac
 	@git diff --no-index 0$$(($(CHAPTER) - 1))-*/train_llm.py 0$(CHAPTER)-*/train_llm.py || [ $$? -eq 1 ]
+
+lab: .venv/.lab  ## open a chapter's notebook: make lab CHAPTER=1
+	@case "$(CHAPTER)" in [1-$(words $(SCRIPTS))]) ;; *) echo "make lab CHAPTER=N: N is from 1 to $(words $(SCRIPTS))" >&2; exit 2 ;; esac
+	$(BIN)/jupyter lab 0$(CHAPTER)-*/lab.ipynb
 
 test: lint  ## lint, then all tests that this machine can run, less the slow ones
 	$(BIN)/python -m pytest -n 3 --dist loadgroup --no-loadscope-reorder -m "not slow"
@@ -35,6 +39,10 @@ format: .venv/.test
 .venv/.train: .venv/bin/python requirements.txt pyproject.toml
 	$(BIN)/python -m pip install --quiet --constraint requirements.txt --editable .
 	@touch $@
+
+.venv/.lab: .venv/bin/python requirements.txt pyproject.toml
+	$(BIN)/python -m pip install --quiet --constraint requirements.txt --editable '.[lab]'
+	@touch $@ .venv/.train
 
 .venv/.test: .venv/bin/python requirements.txt pyproject.toml
 	$(BIN)/python -m pip install --quiet --constraint requirements.txt --editable '.[test]'

@@ -63,7 +63,7 @@ def prose(text: str) -> str:
 
 
 def wrong_headings(page: Path, text: str) -> list[str]:
-    if page.name != "README.md" or page.parent == ROOT:
+    if page not in CHAPTER_PAGES:
         return []
     found = re.findall(r"^## (.+)$", text, re.MULTILINE)
     return [] if found == HEADINGS else [f"headings are {found}"]
@@ -105,7 +105,7 @@ def paths_that_are_gone(page: Path, text: str) -> list[str]:
 def real_diff(page: Path) -> list[str] | None:
     """Return all lines of the diff that a chapter's page explains, None for other pages."""
     chapter = page.parent.name
-    if page.name != "README.md" or chapter not in CHAPTERS[1:]:
+    if page not in CHAPTER_PAGES[1:]:
         return None
     before = CHAPTERS[CHAPTERS.index(chapter) - 1]
     return whole_diff(before, chapter)
@@ -127,8 +127,11 @@ def wrong_diffs(page: Path, text: str) -> list[str]:
     text = re.sub(r"^### The same for chapters 1 to 3\n(?:(?!##).*\n)*", "", text, flags=re.M)
     real = real_diff(page)
     shown = [block for _, block in blocks(text, "diff")]
-    if real is None:
-        return ["a diff on a page that explains none"] if shown else []
+    if real is None:  # solutions show the files that lie beside them, and these whole
+        files = [path.read_text() for path in page.parent.glob("*.diff")]
+        files *= page.parent.name == "solutions"
+        complaints = [f"a diff of no file:\n{each}" for each in shown if each not in files]
+        return complaints + [f"not shown:\n{each}" for each in files if each not in shown]
     complaints, covered = [], set()
     for block in shown:
         for piece in re.split(r"^@@.*\n", block, flags=re.MULTILINE):
@@ -409,8 +412,8 @@ RUN = [
 @pytest.mark.parametrize("command", RUN)
 def test_command(command, checkout, tmp_path):
     words = shlex.split(command, comments=True)
-    if words[0] == "make" and words[1:] and words[1] in ("test", "test-all", "lint"):
-        # What runs this very test; CI runs it as it stands here.
+    if words[0] == "make" and words[1:] and words[1] in ("test", "test-all", "lint", "lab"):
+        # What runs this very test, and what opens a browser.
         assert "make test-all" in (ROOT / ".ci/run").read_text()
         subprocess.run(["make", "--dry-run", *words[1:]], cwd=ROOT, check=True)
         return

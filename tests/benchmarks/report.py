@@ -71,7 +71,8 @@ def fill(text: str) -> str:
 
 
 def pages() -> list[Path]:
-    return [REPOSITORY / "README.md", *sorted(REPOSITORY.glob("[0-9][0-9]-*/*.md"))]
+    chapters = (REPOSITORY.glob(f"[0-9][0-9]-*/{name}") for name in ("*.md", "solutions/*.md"))
+    return [REPOSITORY / "README.md", *sorted(path for found in chapters for path in found)]
 
 
 # --- front page ---
@@ -167,6 +168,42 @@ def chapters() -> list[str]:
         diff = "+{} -{}".format(*diffstat(before, path)) if before else ""
         rows.append(f"| [{chapter}]({chapter}/README.md) | {what[chapter]} | {lines} | {diff} |")
         before = path
+    return rows
+
+
+@table(*map(result, ("ddp_gpu", "nodes_gpu", "fsdp_gpt2", "comparison_gpu")))
+def reached(ddp_gpu, nodes_gpu, fsdp_gpt2, comparison_gpu) -> list[str]:
+    """Return each chapter on one GPU and on the most that it was measured on."""
+    found = {}  # by chapter and GPUs: tokens/s, GiB
+    for row in fsdp_gpt2["rows"]:
+        medians = [
+            statistics.median(run[key] for run in measured_runs(row))
+            for key in ("tokens_per_s", "peak_mem_gib")
+        ]
+        found[row["chapter"], row["gpus"]] = medians
+    for row in (*nodes_gpu["rows"], *ddp_gpu["rows"]):
+        medians = [row["median"][key] for key in ("tokens_per_s", "peak_mem_gib")]
+        found[row["chapter"], row["devices"]] = medians
+    (one,) = (row for row in comparison_gpu["rows"] if row_name(row) == "single bf16")
+    speed = one["summary"]["speed"]
+    found["05-mixed-precision", 1] = [speed["tokens_per_s"], speed["peak_mem_gib"]]
+    rows = [
+        "| chapter | command | one GPU, tokens/s | GiB | several GPUs, tokens/s | GiB each |",
+        "|---|---|---:|---:|---:|---:|",
+    ]
+    commands = {
+        "01-single-gpu": "python 01-single-gpu/train_llm.py",
+        "03-multi-node": "sbatch 03-multi-node/job.sbatch",
+    }
+    for chapter in sorted({chapter for chapter, _ in found}):
+        alone = found.get((chapter, 1))
+        most = max(gpus for name, gpus in found if name == chapter)
+        cells = [f"{alone[0]:,.0f}", f"{alone[1]:.1f}"]
+        several = found[chapter, most]
+        on = f"{several[0]:,.0f} on {most}"
+        cells += [on, f"{several[1]:.1f}"] if most > 1 else ["", ""]
+        command = commands.get(chapter, f"bash {chapter}/launch.sh")
+        rows.append(f"| {chapter} | `{command}` | {' | '.join(cells)} |")
     return rows
 
 
