@@ -58,6 +58,12 @@ def launch_file(chapter: str) -> Path:
     return found
 
 
+def first_then_slow(chapters: list[str]) -> list:
+    """Return chapters to parametrize a test with; all but the first are left to `make test-all`."""
+    first, *others = chapters
+    return [first, *(pytest.param(chapter, marks=pytest.mark.slow) for chapter in others)]
+
+
 def float32(chapter: str) -> tuple[str, ...]:
     """Return the arguments with which a chapter computes in float32, as all before chapter 5 do."""
     return ("--precision", "fp32") if chapter >= "05" else ()

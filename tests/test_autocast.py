@@ -376,6 +376,7 @@ def assert_close(expected: Path, found: Path, precision: str) -> None:
     assert column(found, "loss") != column(expected, "loss"), "nothing was cast"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("place", "precision"), [("alone", "tf32"), *((place, "fp32") for place in PLACES)]
 )
@@ -387,6 +388,7 @@ def test_float32_is_the_unpatched_chapter(runs, place, precision):
         assert_equal(expected, runs[f"{place}-bf16"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("precision", BANDS)
 @pytest.mark.parametrize("place", PLACES)
 def test_16_bits_are_close_to_float32(runs, place, precision):
@@ -401,6 +403,7 @@ def test_16_bits_are_close_to_float32(runs, place, precision):
     assert scales == ([FIRST_SCALE] * STEPS if precision == "fp16" else [])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("bug", "complaint"),
     [
@@ -424,6 +427,7 @@ def assert_skipped(runs: Runs, name: str) -> None:
     assert after[0] != before[0] and after[1] == FIRST_SCALE / 2
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", PLACES)
 def test_overflow_on_one_rank_makes_all_skip(runs, place):
     run_dir = runs[f"{place}-overflow"]
@@ -433,6 +437,7 @@ def test_overflow_on_one_rank_makes_all_skip(runs, place):
     assert None not in column(run_dir, "loss")
 
 
+@pytest.mark.slow
 def test_a_rank_that_decides_alone_is_noticed(runs):
     """The planted bug averages no gradients: rank 0 sees no overflow."""
     with pytest.raises(AssertionError, match="the ranks differ"):
@@ -445,6 +450,7 @@ def assert_goes_on(straight: Path, found: Path) -> None:
     assert scalers[0] == scalers[1], "the scaler differs"
 
 
+@pytest.mark.slow
 def test_after_kill_9(runs):
     straight = runs["alone-large"]
     skipped = [norm is None for norm in column(straight, "grad_norm")]
@@ -459,15 +465,18 @@ def test_after_kill_9(runs):
     assert_goes_on(straight, runs.folder / "killed")
 
 
+@pytest.mark.slow
 def test_resumed_with_sharded_moments(runs):
     assert_goes_on(runs["nodes-large"], runs["nodes-large-on"])
 
 
+@pytest.mark.slow
 def test_a_scale_that_is_not_saved_is_noticed(runs):
     with pytest.raises(AssertionError, match=r"the \w+ differs"):
         assert_goes_on(runs["not-saved"], runs["not-saved-on"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", [name for name in RUNS if "-to-" in name])
 def test_checkpoint_goes_from_chapter_to_chapter(runs, name):
     """To chapter 5 and back, and to and from a chapter that has no scale and so saves none."""

@@ -95,6 +95,7 @@ def test_skipped_collective(lab):
     assert re.search(r"but Rank 1 is running collective: [^,]*OpType=ALLGATHER_COALESCED", text)
 
 
+@pytest.mark.slow
 def test_detail_checks_no_ddp_on_gloo(tmp_path):
     """Why the lab gives DDP a group of its own: else torch ends with SIGSEGV, so the page says."""
     if not torch.__version__.startswith("2.13."):
@@ -109,6 +110,7 @@ def test_detail_checks_no_ddp_on_gloo(tmp_path):
     assert run_script(script, TORCH_DISTRIBUTED_DEBUG="DETAIL").returncode == -11
 
 
+@pytest.mark.slow
 def test_shapes(lab):
     text = lab("shapes")["shapes"]
     aborts, wrong, hangs, checked = (status for status in ends(text))
@@ -122,6 +124,7 @@ def test_shapes(lab):
     assert "Tensor shapes: 4vs 3" in text, "DETAIL"
 
 
+@pytest.mark.slow
 def test_slow_rank(lab):
     text = lab("slow-rank")["slow-rank"]
     assert ends(text)[0][0] == 0, "nothing fails"
@@ -131,6 +134,7 @@ def test_slow_rank(lab):
     assert set(re.search(r"step by step, rank ([\d ]+)", text)[1].split()) == {"1"}
 
 
+@pytest.mark.slow
 def test_uneven(lab):
     text = lab("uneven")["uneven"]
     (hangs, named) = ends(text)
@@ -148,6 +152,7 @@ def losses(text: str) -> dict[int, tuple[str, str]]:
     return {int(n): (a, b) for n, a, b in re.findall(r"^step +(\d+)  (\S+)  (\S+)$", text, re.M)}
 
 
+@pytest.mark.slow
 def test_seed(lab):
     """Nothing fails. The weights are rank 0's on all ranks; the samples are not all taken."""
     text = lab(*ORDER)["seed"]
@@ -159,6 +164,7 @@ def test_seed(lab):
     assert all(right != wrong for right, wrong in losses(text).values()), "from the first step on"
 
 
+@pytest.mark.slow
 def test_set_epoch(lab):
     """Nothing fails. The first epoch is right, the second repeats it."""
     text = lab(*ORDER)["set-epoch"]
@@ -169,6 +175,7 @@ def test_set_epoch(lab):
     assert same == {1: True, 2: True, 11: True, 12: True, 13: False, 14: False}
 
 
+@pytest.mark.slow
 def test_no_route(lab):
     text = lab("no-route")["no-route"]
     (interface, nowhere) = ends(text)
@@ -227,6 +234,7 @@ def test_mended_by_the_script_as_it_is(lab, fault):
         assert int(re.search(r"longest wait is (\d+) of", text)[1]) < 300
 
 
+@pytest.mark.slow
 def test_mended_order(lab):
     texts = lab(*ORDER, fixed=True)
     for text in texts.values():
@@ -235,6 +243,7 @@ def test_mended_order(lab):
         assert taken[0][2] != taken[1][2]
 
 
+@pytest.mark.slow
 def test_mended_shapes_and_uneven(lab):
     texts = lab("shapes", "uneven", fixed=True)
     assert texts["shapes"].count("[2.0, 2.0, 2.0, 1.0]") == 2
@@ -272,11 +281,13 @@ def call(tmp_path, monkeypatch, capsys):
     return run
 
 
+@pytest.mark.slow
 def test_planted_mending_that_does_not_help_is_noticed(call):
     status, text = call("shapes", "--fixed", "--dist-timeout", 2, PADDED="")
     assert status == 1 and "NOT AS IT SHOULD BE: both ranks have the whole sum" in text
 
 
+@pytest.mark.slow
 def test_planted_fault_that_does_not_come_is_noticed(call):
     """A crash that is none: the training comes to its end."""
     status, text = call("crash", CRASH=" import sys\n+import json\n")

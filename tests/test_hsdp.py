@@ -210,6 +210,7 @@ def lab(cluster, tmp_path_factory) -> Lab:
 
 
 @pytest.mark.slurm
+@pytest.mark.slow
 def test_same_losses_on_two_nodes_of_two_ranks(lab):
     job = lab.submit(JOB, "hsdp", "--hsdp")
     assert lab.ends(job) == "COMPLETED", lab.log("hsdp")
@@ -226,6 +227,7 @@ def test_same_losses_on_two_nodes_of_two_ranks(lab):
 
 
 @pytest.mark.slurm
+@pytest.mark.slow
 def test_signal_before_the_end(lab):
     """The job saves, goes back to the queue, and goes on when it starts again."""
     job = lab.submit(JOB, "signal", "--hsdp", PAUSE=PAUSE)

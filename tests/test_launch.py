@@ -16,6 +16,7 @@ from conftest import (
     CHAPTERS,
     ROOT,
     TORCHRUN,
+    first_then_slow,
     free_port,
     read_metrics,
     run_script,
@@ -49,7 +50,7 @@ def said_by_ranks(stderr: str) -> list[str]:
     return [line for line in lines if line and not line.startswith(header)]
 
 
-@pytest.mark.parametrize("chapter", DISTRIBUTED)
+@pytest.mark.parametrize("chapter", first_then_slow(DISTRIBUTED))
 def test_without_torchrun_it_is_a_world_of_one(chapter, flags, tmp_path):
     done = run_script(f"{chapter}/train_llm.py", *flags, "-e", "run")
     assert done.returncode == 0, done.stderr
@@ -90,7 +91,7 @@ def test_a_complete_run_says_so_on_all_ranks(chapter, flags, tmp_path):
     assert (tmp_path / "run/state.json").read_bytes() == before
 
 
-@pytest.mark.parametrize("chapter", DISTRIBUTED)
+@pytest.mark.parametrize("chapter", first_then_slow(DISTRIBUTED))
 def test_a_global_batch_that_the_ranks_cannot_share(chapter, flags):
     arguments = (*flags, "-e", "run", "--global-batch-size", 7)
     done = run_script(*TORCHRUN, 2, f"{chapter}/train_llm.py", *arguments)
@@ -467,7 +468,7 @@ def test_waiting_in_a_barrier_is_noticed(flags, tmp_path, corpus):
     assert "The other ranks are gone or out of reach (Timed out waiting" in said
 
 
-@pytest.mark.parametrize("chapter", ONE_MACHINE)
+@pytest.mark.parametrize("chapter", first_then_slow(ONE_MACHINE))
 def test_launch_file_keeps_logs_and_errors_of_each_rank(chapter, flags, tmp_path):
     launch_file = ROOT / chapter / "launch.sh"
 

@@ -90,6 +90,7 @@ def test_urgent_job_takes_the_nodes_of_another_which_goes_on_later(cluster, tmp_
     assert (urgent, again) == ("urgent", "start 1")
 
 
+@pytest.mark.slow
 def test_lost_node_is_noticed_and_serves_again_when_it_is_back(cluster, tmp_path):
     script = write_job(
         tmp_path / "job.sh",
@@ -219,6 +220,7 @@ def test_down_leaves_nothing_behind_of_running_jobs_either(machine):
     assert (result.returncode, result.stdout) == (1, "No cluster is up.\n")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
 def test_stopped_up_leaves_nothing_behind(machine, name, stage):
@@ -230,6 +232,7 @@ def test_stopped_up_leaves_nothing_behind(machine, name, stage):
     assert up.stderr.read() == UNDONE + "\n"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("daemon", ["munged", "slurmctld", "slurmd", "sshd"])
 def test_failed_up_shows_the_log_and_leaves_nothing_behind(machine, tmp_path, daemon):
     real = shutil.which(daemon)

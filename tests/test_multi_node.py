@@ -224,6 +224,7 @@ def test_same_losses_with_job_sbatch(lab):
     assert "[node1] [rank 0] step 24/24 | loss" in lab.log("job")
 
 
+@pytest.mark.slow
 def test_same_losses_with_job_srun_sbatch(lab):
     """All tasks share a cache: one of them prepares the data."""
     job = lab.submit(JOB_SRUN, "srun", HF_HOME=lab.folder / "shared")
@@ -233,6 +234,7 @@ def test_same_losses_with_job_srun_sbatch(lab):
     assert sorted(path.suffix for path in kept) == ["", ".lock"]
 
 
+@pytest.mark.slow
 def test_same_losses_with_launch_mpirun(lab):
     if shutil.which("mpirun") is None:
         give_up("mpirun not found: apt-get install openmpi-bin")
@@ -243,6 +245,7 @@ def test_same_losses_with_launch_mpirun(lab):
     assert_two_by_two(lab, "mpi")
 
 
+@pytest.mark.slow
 def test_same_losses_with_launch_torchrun(lab):
     """The same line on both nodes; each has a cache of its own, and prepares the data once."""
     words = ["bash", ROOT / "03-multi-node/launch_torchrun.sh"]
@@ -257,6 +260,7 @@ def test_same_losses_with_launch_torchrun(lab):
         assert sorted(Path(name).suffix for name in kept) == ["", ".lock"]
 
 
+@pytest.mark.slow
 def test_same_losses_with_launch_ssh(lab):
     """start returns at once; tail shows what both nodes print; stop, and start goes on with it."""
     hosts = lab.folder / "hosts"
@@ -301,6 +305,7 @@ def restarts(lab: Lab, job: str) -> int:
     return int(lab.cluster.job(job)["Restarts"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("job", [JOB, JOB_SRUN], ids=["torchrun", "srun"])
 def test_signal_before_the_end(lab, job):
     name = f"signal-{Path(job).stem}"
@@ -314,6 +319,7 @@ def test_signal_before_the_end(lab, job):
     lab.assert_same(name, "straight", exact=True)
 
 
+@pytest.mark.slow
 def test_preempted(lab):
     """A job of the partition `urgent` needs both nodes: the run saves, makes room, comes back."""
     number = hit(lab, JOB, "preempted")
@@ -337,6 +343,7 @@ def test_kill_9_of_a_worker(lab):
     lab.assert_same("worker", "straight", exact=True)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("node", NODES)
 def test_kill_9_of_a_launcher(lab, node):
     """Its processes go with it, the step ends, and the job goes back to the queue."""
@@ -351,6 +358,7 @@ def test_kill_9_of_a_launcher(lab, node):
     lab.assert_same(name, "straight", exact=True)
 
 
+@pytest.mark.slow
 def test_kill_9_of_a_task_of_srun(lab):
     """Nobody starts it again: the job ends; it had come further, so it goes back to the queue."""
     number = hit(lab, JOB_SRUN, "task")
@@ -360,6 +368,7 @@ def test_kill_9_of_a_task_of_srun(lab):
     lab.assert_same("task", "straight", exact=True)
 
 
+@pytest.mark.slow
 def test_cable_of_rank_0_pulled(lab):
     """Slurm misses the node and requeues the job, which goes on with the one that is left.
 
@@ -377,6 +386,7 @@ def test_cable_of_rank_0_pulled(lab):
         lab.wait_until_idle()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("seconds", [1, None], ids=["a second", "until it is missed"])
 def test_cable_plugged_in_again(lab, seconds):
     """TCP sends again what was lost in a second; a job that waits for two nodes starts again."""
@@ -394,6 +404,7 @@ def test_cable_plugged_in_again(lab, seconds):
     lab.wait_until_idle()
 
 
+@pytest.mark.slow
 def test_cancelled_is_not_requeued(lab):
     number = hit(lab, JOB, "cancelled")
     lab.cluster.shell("scancel", number)
@@ -403,6 +414,7 @@ def test_cancelled_is_not_requeued(lab):
     lab.wait_until_idle()
 
 
+@pytest.mark.slow
 def test_bad_input_is_not_requeued(lab):
     number = lab.submit(JOB, "bad", "--global-batch-size", 7, MAX_RESTARTS=0)
     assert lab.ends(number) == "FAILED"
@@ -410,6 +422,7 @@ def test_bad_input_is_not_requeued(lab):
     assert "4 devices cannot share --global-batch-size 7 evenly" in lab.log("bad")
 
 
+@pytest.mark.slow
 def test_elastic(lab):
     """Two nodes, one of them killed, later back: 24 sequences in every step, none of them twice."""
     words = ["bash", ROOT / "03-multi-node/launch_torchrun.sh"]

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import CHAPTERS, ROOT, launch_file, read_metrics
+from conftest import CHAPTERS, ROOT, first_then_slow, launch_file, read_metrics
 
 # Python runs this file at its start: it notes every address that is looked up or connected to.
 NOTE_CONNECTIONS = """
@@ -76,7 +76,7 @@ def test_defaults_reach_for_nothing(cut_off, tmp_path):
     assert list((tmp_path / "outputs/run/wandb").glob("offline-run-*")), "wandb ran, offline"
 
 
-@pytest.mark.parametrize("chapter", CHAPTERS[1:])
+@pytest.mark.parametrize("chapter", first_then_slow(CHAPTERS[1:]))
 def test_launch_file_reaches_for_nothing(cut_off, tmp_path, chapter):
     """Two processes find each other without a network; they may ask for their own name."""
     done, tried = cut_off(

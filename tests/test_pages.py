@@ -23,6 +23,7 @@ from conftest import CHAPTERS, ROOT
 from common import launch
 
 sys.path.append(str(ROOT / "tests/benchmarks"))
+import picture
 import report
 
 PAGES = report.pages()
@@ -362,6 +363,21 @@ def test_a_changed_script_makes_its_page_stale(monkeypatch):
     assert wrong_diffstats(page, page.read_text())
 
 
+def test_the_picture_is_of_todays_scripts(monkeypatch):
+    """Planted: another prediction, another diffstat."""
+    drawn = (ROOT / "01-single-gpu/chapters.svg").read_text()
+    assert picture.picture() == drawn, "run python tests/benchmarks/picture.py"
+    halved = {
+        name: {**rung, "parts": {part: size / 2 for part, size in rung["parts"].items()}}
+        for name, rung in picture.predict().items()
+    }
+    with monkeypatch.context() as patch:
+        patch.setattr(picture, "predict", lambda: halved)
+        assert picture.picture() != drawn
+    monkeypatch.setattr(report, "diffstat", lambda *_: (1, 1))
+    assert picture.picture() != drawn
+
+
 # --- commands ---
 
 
@@ -401,7 +417,7 @@ RUN = [
     pytest.param(
         command,
         id=f"{name_of(page)}: {command.strip()}",
-        marks=() if page.parent == ROOT else pytest.mark.slow,
+        marks=() if command.startswith("make ") else pytest.mark.slow,
     )
     for page in PAGES
     for needs, command in commands(page.read_text())

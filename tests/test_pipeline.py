@@ -7,7 +7,7 @@ import torch
 from test_multi_node import Lab
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-pytestmark = pytest.mark.slurm
+pytestmark = [pytest.mark.slurm, pytest.mark.slow]
 JOB = "03-multi-node/pipeline.sbatch"
 COMMENT = "our own words, first try"
 RESULTS = ("tokenizer", "evaluation.json", "model", "samples.jsonl")
@@ -56,7 +56,6 @@ def test_from_text_to_a_sample(lab):
     assert len((lab.folder / "whole/comments.txt").read_text().splitlines()) == 2
 
 
-@pytest.mark.slow
 def test_stopped_in_its_training_it_goes_on(lab):
     job = submit(lab, "stopped", PAUSE=0.3)
     lab.wait_for_step("stopped", 6)

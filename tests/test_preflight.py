@@ -556,6 +556,7 @@ def test_sound_on_two_nodes(nodes):
 
 
 @pytest.mark.slurm
+@pytest.mark.slow
 def test_all_that_is_different_on_node2(nodes, tmp_path):
     """Another torch, clock, code (one byte), data and save folder, all at once."""
     copy = tmp_path / "copy"
@@ -595,6 +596,7 @@ def test_all_that_is_different_on_node2(nodes, tmp_path):
 
 
 @pytest.mark.slurm
+@pytest.mark.slow
 def test_a_port_that_a_firewall_closes(nodes):
     with nodes.dropped("node1", "ipproto", "tcp", "dport", nodes.port + 1):
         status, said = nodes.check("--timeout", 8)
@@ -613,6 +615,7 @@ def test_a_port_that_a_firewall_closes(nodes):
 
 
 @pytest.mark.slurm
+@pytest.mark.slow
 def test_a_link_slowed_down_with_tc(nodes):
     """20 Mbit/s are 0.0025 GB/s. The same check of the link as it is finds nothing."""
     flags = ("--max-bytes", 2**20, "--min-bandwidth", 0.01)

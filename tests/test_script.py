@@ -80,6 +80,7 @@ def test_flags_and_their_help(chapter, monkeypatch):
         assert by_flag[f"-{letter}"].dest == name
 
 
+@pytest.mark.slow
 def test_launch_file_works_from_anywhere(chapter, tmp_path):
     command = [
         "bash",

@@ -173,6 +173,7 @@ def send_to_family() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 def test_the_process_of_wandb_is_stopped_too(runs, chapter, tmp_path):
     name = f"{chapter}-wandb"
@@ -218,6 +219,7 @@ def test_planted_workers_that_end_are_noticed(runs, tmp_path):
         runs.assert_stopped(name, statuses, LOG_EVERY)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chapter", STOPPING)
 def test_torchrun_does_not_start_it_again(runs, chapter, tmp_path):
     """To torchrun, any status but 0 is a failure, and it has a restart left."""

@@ -398,6 +398,7 @@ def test_bad_input(args, sentence, monkeypatch, capsys):
 
 
 @pytest.mark.slurm
+@pytest.mark.slow
 def test_a_node_that_is_cut_off(cluster):
     command = ("ssh", "-F", str(cluster.ssh_config), "node1", f"exec {sys.executable} -")
     busy = subprocess.Popen(command, stdin=subprocess.PIPE, env=cluster.env)

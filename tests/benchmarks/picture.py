@@ -8,13 +8,13 @@ file.
 """
 
 import argparse
+import functools
 from pathlib import Path
 
 import report
 from runner import load_script
 
 from common import models
-from common.models import check_sizes
 
 REPOSITORY = Path(__file__).parents[2]
 MODEL, SEQ_LENGTH, GPUS, MEMORY_GIB = "llama-3.1-8b", 8192, 4, 80
@@ -86,13 +86,17 @@ def draw_row(top: float, row: tuple, predicted: dict, before: Path | None) -> li
     return out
 
 
+@functools.cache
+def predict() -> dict[str, dict]:
+    """Return what memory.py predicts, by rung of its ladder."""
+    config = models.load_config(MODEL)
+    options = memory.Options(gpus=GPUS, batch_size=1, seq_length=SEQ_LENGTH)
+    return memory.climb(config, options, {})
+
+
 def picture() -> str:
     """Return the picture as SVG."""
-    config = models.load_config(MODEL)
-    options = memory.Options(
-        gpus=GPUS, batch_size=1, seq_length=check_sizes(config, (), SEQ_LENGTH)
-    )
-    rungs = memory.climb(config, options, {})
+    rungs = predict()
     head = f"What each GPU holds: {MODEL}, {SEQ_LENGTH:,} tokens per GPU, float32 state"
     out, top = [text(24, 32, head, 17)], 46.0
     x, y = 24.0, 60.0
