@@ -32,6 +32,7 @@ def describe_machine() -> dict[str, object]:
             "gpu": torch.cuda.get_device_name(0),
             "gpus": torch.cuda.device_count(),
             "cuda": torch.version.cuda,
+            "nccl": ".".join(map(str, torch.cuda.nccl.version())),
             "driver": _first_line(
                 "nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"
             ),

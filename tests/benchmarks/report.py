@@ -899,6 +899,208 @@ def comparison_gpu_largest(found, larger) -> list[str]:
     return rows
 
 
+# --- chapter 5, speed ---
+
+
+@table(result("profile_gpt2"), result("profile_gpt2_523"))
+def twelve_percent(found, with_523) -> list[str]:
+    """Return a row for each change of one variant into another, with both versions' tokens/s."""
+    rows = [
+        "| step | why it might help | before, tokens/s | after | change | with transformers 5.23 |",
+        "|---|---|---:|---:|---:|---:|",
+    ]
+    for name, why, before, after in (
+        (
+            "no attention mask",
+            "compiled, transformers builds a mask of zeros and -inf, and attention reads it",
+            "transformers",
+            "transformers, no mask",
+        ),
+        (
+            "a loss written by hand",
+            "transformers casts the logits to float32 first",
+            "transformers, no mask",
+            "transformers, no mask, own loss",
+        ),
+        (
+            "weights of `Linear` in place of `Conv1D`",
+            "products of matrices with another layout",
+            "handwritten, Linear1D",
+            "handwritten",
+        ),
+        (
+            "all of it by hand",
+            "no code of transformers is left",
+            "transformers, no mask",
+            "handwritten",
+        ),
+        (
+            "blocks compiled one by one, the loss not at all",
+            "it does not help: chapters 4 and 5 need it, to gather a block at a time",
+            "transformers, no mask",
+            "transformers, per block",
+        ),
+    ):
+        (one, two), _ = (
+            (file[before]["tokens_per_s"], file[after]["tokens_per_s"])
+            for file in (found, with_523)
+        )
+        changes = [
+            f"{file[after]['tokens_per_s'] / file[before]['tokens_per_s'] - 1:+.1%}"
+            for file in (found, with_523)
+        ]
+        rows.append(f"| {name} | {why} | {one:,} | {two:,} | {' | '.join(changes)} |")
+    return rows
+
+
+@table(result("profile_gpt2"))
+def where_time_goes(found) -> list[str]:
+    """Return ms of a step by kind of kernel, of the 25 kernels that take most."""
+    kinds = {
+        "attention": r"sdpa|fmha|flash",
+        "matrix products": r"nvjet|gemm|cutlass",
+        "loss over the vocabulary": r"softmax|SoftMax|nll",
+        "all others of the 25 largest": r"",
+    }
+    names = ("handwritten", "transformers, no mask", "transformers", "transformers, per block")
+    rows = [f"| kernels, ms | {' | '.join(names)} |", "|---|" + "---:|" * len(names)]
+    sums = {kind: dict.fromkeys(names, 0.0) for kind in kinds}
+    for name in names:
+        for kernel in found[name]["kernels"]:
+            kind = next(k for k, pattern in kinds.items() if re.search(pattern, kernel["kernel"]))
+            sums[kind][name] += kernel["ms"]
+    for kind, by_name in sums.items():
+        rows.append(f"| {kind} | {' | '.join(f'{ms:.1f}' for ms in by_name.values())} |")
+    steps = (statistics.median(found[name]["ms_per_step"]) for name in names)
+    rows.append(f"| the whole step | {' | '.join(f'{ms:.1f}' for ms in steps)} |")
+    return rows
+
+
+SPEED = {
+    "profile_gpt2": "GPT-2, one model against another",
+    "overhead_gpu": "chapter 1's step against a bare loop",
+    "comparison_gpu": "GPT-2 in each precision",
+    "ddp_gpu": "GPT-2 with DDP on 1 to 8 GPUs, TF32",
+    "buckets_gpu": "the all-reduce, alone and beside the backward pass",
+    "nodes_gpu": "chapter 3 against chapter 2, TF32",
+    "fsdp_gpt2": "GPT-2 with FSDP against DDP, TF32",
+    "fsdp_options": "an 8B model with FSDP, TF32",
+}
+
+
+@table(*map(result, SPEED))
+def speed_files(*_: object) -> list[str]:
+    rows = ["| file | what | GPUs | torch | date | commit |", "|---|---|---|---|---|---|"]
+    for name, what in SPEED.items():
+        machine = json.loads((REPOSITORY / result(name)).read_text())["machine"]
+        cells = [f"[{name}.json](../{result(name)})", what]
+        cells += [f"{machine['gpus']} x {machine['gpu']}", machine["torch"], machine["date"]]
+        rows.append(f"| {' | '.join(cells)} | {machine['commit'] or ''} |")
+    return rows
+
+
+@table(result("growth"))
+def growth_checks(found) -> list[str]:
+    rows = [
+        "| what | GPUs | measured, ms | predicted, ms | off by | with the wait of two GPUs, ms "
+        "| off by |",
+        "|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for row in found["checks"]:
+        measured = row["measured_ms"]
+        cells = [str(row["gpus"]), f"{measured:,.1f}"]
+        for key in ("ideal_ms", "with_wait_ms"):
+            ms = row.get(key)
+            cells += [f"{ms:,.1f}", f"{ms / measured - 1:+.1%}"] if ms else ["", ""]
+        rows.append(f"| {row['label']} ({row['source']}) | {' | '.join(cells)} |")
+    return rows
+
+
+@table(result("growth"))
+def growth_paper(found) -> list[str]:
+    rows = [
+        "| model | GPUs | network | tokens/s at most | forward and backward | MFU at most "
+        "| sends alone, ms | with the wait, against one GPU | states, GiB per GPU |",
+        "|---|---:|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for row in found["paper"]:
+        waits = sorted(row["with_wait"])
+        cells = [
+            f"{row['tokens_per_s']:,.0f}",
+            f"{row['efficiency']:.1%}",
+            f"{row['mfu']:.1%}",
+            f"{row['exposed_ms']:,.1f}",
+            f"{waits[0]:.1%} to {waits[-1]:.1%}" if waits else "",
+            f"{row['states_gib']:,.2f}",
+        ]
+        name = f"{row['model']} | {row['gpus']:,} | {row['network']}"
+        rows.append(f"| {name} | {' | '.join(cells)} |")
+    return rows
+
+
+@table(result("growth"))
+def growth_batches(found) -> list[str]:
+    """Return the smallest batch of a GPU, and the most GPUs for a global batch."""
+    rows = [
+        "| model | network | tokens per GPU for 90%, on 8 | on 64 | on 1,024 "
+        "| GPUs that a global batch keeps at 90% | at 50% |",
+        "|---|---|---:|---:|---:|---:|---:|",
+    ]
+    least = {
+        (row["model"], row["network"], row["gpus"]): row["smallest_batch"] for row in found["paper"]
+    }
+    for row in found["limits"]:
+        model, network = row["model"], row["network"]
+        numbers = [least[model, "within a node", 8]]
+        numbers += [least[model, network, n] for n in (64, 1024)]
+        numbers += [row["gpus_at_90"], row["gpus_at_50"]]
+        what = f"{model}, {row['global_batch']:,} tokens in a step"
+        rows.append(f"| {what} | {network} | {' | '.join(f'{n:,}' for n in numbers)} |")
+    return rows
+
+
+def speed_rows(found) -> list[str]:
+    """Return a row for each configuration of throughput.py; a ratio where it has one."""
+    rows = [
+        "| configuration | devices | tokens/s | against | ms per step | of it backward | data "
+        "| MFU | GiB |",
+        "|---|---:|---:|---:|---:|---:|---:|---:|---:|",
+    ]
+    for row in found["rows"]:
+        if not row["runs"]:
+            rows.append(f"| {row['label']} | {row['devices']} | failed | | | | | | |")
+            continue
+        median = row["median"]
+        times = (f"time/{phase}" for phase in ("total", "backward", "data"))
+        cells = [
+            spread([run["tokens_per_s"] for run in row["runs"]], 0),
+            number(row["ratio"]["rounds"], 3) if "ratio" in row else "",
+            *(f"{median[key]:.1f}" if key in median else "" for key in times),
+            f"{median['mfu']:.1%}" if median.get("mfu") else "",
+            f"{median['peak_mem_gib']:.1f}",
+        ]
+        rows.append(f"| {row['label']} | {row['devices']} | {' | '.join(cells)} |")
+    return rows
+
+
+# What throughput.py has measured of these sets: tables named gpt2_bf16, length_gpu, and so on.
+SPEED_SETS = ("gpt2_bf16", "gpt2_bf16_scaling", "gpt2_bf16_accumulation", "ddp_gpu_accumulation")
+SPEED_SETS += ("length_gpu", "length_llama_gpu", "size_gpu", "speed_cpu", "start_cpu")
+
+
+def speed_table(name: str) -> None:
+    def named(found) -> list[str]:
+        return speed_rows(found)
+
+    named.__name__ = name
+    table(result(name))(named)
+
+
+for name in SPEED_SETS:
+    if (REPOSITORY / result(name)).exists():
+        speed_table(name)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--check", action="store_true", help="write nothing")

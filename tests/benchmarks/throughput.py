@@ -3,11 +3,30 @@
 python tests/benchmarks/throughput.py ddp-cpu --output tests/benchmarks/results/ddp_cpu.json
 
 Every configuration runs several times, in turn with the others, so that what changes on the machine
-meanwhile hits all of them. Of each run the log lines of the first steps are left out: compilation,
-first allocations, and DDP's buckets, which are rebuilt after the first backward pass.
+meanwhile hits all of them. baseline.py can be one of them: the same batch in a bare loop.
+
+What is left out as warm-up: the log lines of the first steps, whose number the set fixes for all
+its rows before anything is measured. They hold compilation, first allocations, and DDP's buckets,
+which are rebuilt after the first backward pass. "drift" shows whether it was enough: tokens/s of
+the later half of the counted lines over those of the earlier half.
+
+Sets, and what they answer:
+
+    gpt2-bf16               chapter 5 on one GPU against the bare loop
+    gpt2-bf16-scaling       both on 1, 2, 4 and 8 GPUs
+    gpt2-bf16-accumulation  the same with 4 micro-batches
+    ddp-gpu, ddp-gpu-accumulation, nodes-gpu  chapters 1 to 3 in TF32
+    length, length-llama    1k to 32k tokens in a sequence, as many tokens in a step
+    size                    124M to 1.5B parameters; above that, fsdp.py largest
+    cpu, cpu-start          two cores: one process and two ranks on one global batch; the first step
+    ddp-cpu, nodes-cpu, fsdp-cpu  neighbouring chapters on two cores
+
+The 8B model has a file of its own, fsdp.py, and so has each chapter's step against a bare loop of
+its own model, overhead.py.
 """
 
 import argparse
+import fnmatch
 import json
 import os
 import shlex
@@ -15,31 +34,87 @@ import statistics
 import subprocess
 import sys
 import tempfile
+import time
 from pathlib import Path
 
 import torch
 from machine import write_result
 
 REPOSITORY = Path(__file__).parents[2]
+BASELINE = "tests/benchmarks/baseline.py"
+PRESETS = REPOSITORY / "common/presets"
 GPT2 = "-m gpt2 -s 1024 -b 64 --compile --lr 3e-4 --log-freq 5"
+NEVER = str(10**9)
 
 
-def scaling(chapters: dict[str, list[int]], args: str, batch: int) -> list[dict]:
+def scaling(chapters: dict[str, list[int]], args: str, batch: int, **more: object) -> list[dict]:
     """Return configurations with the same batch on each device: chapter, numbers of devices."""
     return [
         {
-            "label": f"{chapter} on {devices}",
+            "label": f"{name_of(chapter)} on {devices}",
             "chapter": chapter,
             "devices": devices,
             "args": f"{args} --global-batch-size {batch * devices}",
+            **more,
         }
         for chapter, numbers in chapters.items()
         for devices in numbers
     ]
 
 
+def name_of(chapter: str) -> str:
+    return "baseline" if chapter == BASELINE else chapter
+
+
+def against(reference: str, rows: list[dict], key: str = "tokens_per_s_per_device") -> list[dict]:
+    """Return them with the label that they are compared with, and in what."""
+    return [{**each, "against": reference, "compared": key} for each in rows]
+
+
+def shaped(preset: str, label: str, args: str, **shape: int) -> dict:
+    """Return chapter 5 on one device with a preset in another shape, as a folder of its own.
+
+    Its tokenizer is that of the presets: with the real vocabulary in the shape, logits are real.
+    """
+    return {
+        "label": label,
+        "chapter": "05-mixed-precision",
+        "devices": 1,
+        "preset": preset,
+        "shape": shape,
+        "args": f"-m {{model}} --tokenizer-name gpt2-tiny --compile --lr 1e-4 --log-freq 2 {args}",
+        "may_fail": True,  # what does not fit is a result, too
+    }
+
+
+def lengths(preset: str, args: str, positions: str, **shape: int) -> list[dict]:
+    """Return a row for each length of the sequences: 32k tokens in a step."""
+    return [
+        shaped(
+            preset,
+            f"{preset}, {length} tokens",
+            f"{args} -s {length} -b {2**15 // length} --global-batch-size {2**15 // length}",
+            **{positions: length, **shape},
+        )
+        for length in (2**power for power in range(10, 16))
+    ]
+
+
+# Layers, width, heads of GPT-2's four sizes. A run ends with a checkpoint, so none is larger here.
+SIZES = {
+    "124M": (12, 768, 12),
+    "355M": (24, 1024, 16),
+    "774M": (36, 1280, 20),
+    "1.5B": (48, 1600, 25),
+}
+RECOMPUTE = "--activation-checkpointing selective"
 ON_CPU = {"01-single-gpu": [1], "02-ddp": [1, 2]}
 ON_GPUS = {"01-single-gpu": [1], "02-ddp": [1, 2, 4, 8]}
+BF16 = {BASELINE: [1, 2, 4, 8], "05-mixed-precision": [1, 2, 4, 8]}
+ONE = {BASELINE: [1], "05-mixed-precision": [1]}
+CPU_ROWS = scaling({BASELINE: [1]}, "-m gpt2-tiny -s 128 -b 8 --precision tf32 --log-freq 10", 24)
+CPU_ROWS += scaling({"01-single-gpu": [1]}, "--log-freq 10", 24)
+CPU_ROWS += scaling({"02-ddp": [2]}, "--log-freq 10", 12)
 # By name: (configurations, steps in all, steps that are left out).
 SETS = {
     "ddp-cpu": (scaling(ON_CPU, "--log-freq 10", 24), 90, 30),
@@ -48,45 +123,114 @@ SETS = {
     "fsdp-cpu": (scaling({"03-multi-node": [2], "04-fsdp": [2]}, "--log-freq 10", 24), 90, 30),
     "nodes-gpu": (scaling({"02-ddp": [4], "03-multi-node": [4]}, GPT2, 64), 40, 15),
     "ddp-gpu-accumulation": (scaling({"02-ddp": [1, 2, 4, 8]}, GPT2, 256), 20, 10),
+    "gpt2-bf16": (against("baseline on 1", scaling(ONE, f"{GPT2} --precision bf16", 64)), 60, 20),
+    "gpt2-bf16-scaling": (
+        against("baseline on 1", scaling(BF16, f"{GPT2} --precision bf16", 64)),
+        60,
+        20,
+    ),
+    "gpt2-bf16-accumulation": (
+        against("baseline on 1", scaling(BF16, f"{GPT2} --precision bf16", 256)),
+        30,
+        10,
+    ),
+    "length": (lengths("gpt2", "--precision bf16", "n_positions"), 12, 4),
+    "length-llama": (
+        lengths("llama-3.1-8b", RECOMPUTE, "max_position_embeddings", num_hidden_layers=4),
+        12,
+        4,
+    ),
+    "size": (
+        [
+            shaped(
+                "gpt2",
+                f"gpt2, {name}",
+                f"-s 1024 -b 16 --global-batch-size 16 {RECOMPUTE}",
+                n_layer=layers,
+                n_embd=width,
+                n_head=heads,
+            )
+            for name, (layers, width, heads) in SIZES.items()
+        ],
+        12,
+        4,
+    ),
+    "cpu": (against("01-single-gpu on 1", CPU_ROWS, "tokens_per_s"), 90, 30),
+    "cpu-start": (scaling({"01-single-gpu": [1]}, "--log-freq 1", 24), 4, 2),
 }
 
 
 def command_of(configuration: dict, steps: int) -> list[str]:
     """Return a chapter's command, without the interpreter and the run's folder."""
+    chapter = configuration["chapter"]
     launcher = ["-m", "torch.distributed.run", "--standalone"]
     launcher += ["--nproc-per-node", str(configuration["devices"])]
-    if configuration["chapter"].startswith("01"):
+    alone = chapter == BASELINE and configuration["devices"] == 1
+    if chapter.startswith("01") or alone:
         launcher = []
-    never = str(10**9)
-    return [
-        *(*launcher, f"{configuration['chapter']}/train_llm.py"),
+    words = [
+        *(*launcher, chapter if chapter == BASELINE else f"{chapter}/train_llm.py"),
         *shlex.split(configuration["args"]),
-        *("--max-steps", str(steps), "--eval-freq", never, "--ckpt-freq", never),
+        *("--max-steps", str(steps)),
     ]
+    if chapter != BASELINE:  # which has neither
+        words += ["--eval-freq", NEVER, "--ckpt-freq", NEVER]
+    return words
 
 
-def train(group: list[dict], steps: int, folder: Path) -> list[list[dict]]:
-    """Run configurations side by side, each on devices of its own, and return their metrics."""
+def model_folder(configuration: dict, folder: Path) -> str:
+    """Write a folder with a preset in the configuration's shape, and return its path."""
+    config = json.loads((PRESETS / configuration["preset"] / "config.json").read_text())
+    unknown = set(configuration["shape"]) - set(config)
+    assert not unknown, f"{configuration['preset']} has no {unknown}"
+    model = folder / "models" / configuration["label"].replace(" ", "-").replace(",", "")
+    model.mkdir(parents=True, exist_ok=True)
+    (model / "config.json").write_text(json.dumps({**config, **configuration["shape"]}))
+    return str(model)
+
+
+def train(group: list[dict], steps: int, folder: Path) -> list[dict | None]:
+    """Run configurations side by side, each on devices of its own.
+
+    Return of each its metrics and the seconds from its start to the first log line; None for one
+    that failed and may.
+    """
     processes, first = [], 0
-    names = [row["label"].replace(" ", "-") for row in group]
+    names = [row["label"].replace(" ", "-").replace(",", "") for row in group]
     in_use = sum(row["devices"] for row in group)
     threads = max(1, os.cpu_count() // in_use)
     environment = {**os.environ, "WANDB_MODE": "disabled", "OMP_NUM_THREADS": str(threads)}
+    begun = time.monotonic()
     for name, row in zip(names, group, strict=True):
         gpus = range(first, first + row["devices"])
         first += row["devices"]
+        words = command_of(row, steps)
+        if "shape" in row:
+            words = [word.replace("{model}", model_folder(row, folder)) for word in words]
         processes.append(
             subprocess.Popen(
-                [sys.executable, *command_of(row, steps), "--save-dir", folder, "-e", name],
+                [sys.executable, *words, "--save-dir", folder, "-e", name],
                 cwd=REPOSITORY,
                 env={**environment, "CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))},
             )
         )
-    statuses = [process.wait() for process in processes]
-    if any(statuses):
-        raise SystemExit("a run failed")
     files = [folder / name / "metrics.jsonl" for name in names]
-    return [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
+    first_line: dict[Path, float] = {}
+    while any(process.poll() is None for process in processes):
+        for file in files:
+            if file not in first_line and file.exists() and file.stat().st_size:
+                first_line[file] = time.monotonic() - begun
+        time.sleep(0.02)
+    found = []
+    for process, row, file in zip(processes, group, files, strict=True):
+        if process.returncode and not row.get("may_fail"):
+            raise SystemExit(f"a run failed: {row['label']}")
+        if process.returncode:
+            found.append(None)
+            continue
+        metrics = [json.loads(line) for line in file.read_text().splitlines()]
+        found.append({"metrics": metrics, "first_line_s": first_line.get(file)})
+    return found
 
 
 def share(rows: list[dict], devices: int) -> list[list[dict]]:
@@ -102,19 +246,57 @@ def share(rows: list[dict], devices: int) -> list[list[dict]]:
     return groups
 
 
+def summarize(metrics: list[dict], warm_up: int) -> dict[str, float]:
+    """Return the medians of the log lines after the warm-up, the last loss, and the drift."""
+    counted = [line for line in metrics if line["step"] > warm_up and "loss" in line]
+    keys = [key for key, value in counted[0].items() if isinstance(value, float)]
+    values = {key: statistics.median(line[key] for line in counted) for key in keys}
+    speeds = [line["tokens_per_s"] for line in counted]
+    half = len(speeds) // 2
+    if half:
+        later, earlier = speeds[-half:], speeds[:half]
+        values["drift"] = statistics.median(later) / statistics.median(earlier)
+    return {**values, "loss": counted[-1]["loss"]}
+
+
+def add(row: dict, found: dict | None, warm_up: int) -> None:
+    """Add a run to its row: its values, the medians and the spread of the runs so far."""
+    if found is None:
+        row["failed"] = row.get("failed", 0) + 1
+        return
+    run = summarize(found["metrics"], warm_up)
+    if found["first_line_s"] is not None:
+        run["first_line_s"] = found["first_line_s"]
+    row["runs"].append(run)
+    keys = [key for key in row["runs"][0] if all(key in each for each in row["runs"])]
+    row["median"] = {
+        key: round(statistics.median(each[key] for each in row["runs"]), 6) for key in keys
+    }
+    speeds = [each["tokens_per_s"] for each in row["runs"]]
+    row["spread"] = [min(speeds), max(speeds)]
+
+
+def compare(rows: list[dict]) -> None:
+    """Note each row's tokens/s, of a device or of all, over those of the row it is compared with.
+
+    Round by round: what changed on the machine between two rounds is in both numbers of a ratio.
+    """
+    by_label = {row["label"]: row for row in rows}
+    for row in rows:
+        other = by_label.get(row.get("against"), {"runs": []})
+        pairs = zip(row["runs"], other["runs"], strict=False)
+        ratios = [one[row["compared"]] / two[row["compared"]] for one, two in pairs]
+        if ratios:
+            row["ratio"] = {"median": statistics.median(ratios), "rounds": ratios}
+
+
 def measure(groups: list[list[dict]], steps: int, warm_up: int) -> None:
     """Run each group once and add to each row the values of its run (medians of log lines)."""
-    for group in groups:
+    # What has failed would fail again.
+    for group in ([row for row in group if not row.get("failed")] for group in groups):
         with tempfile.TemporaryDirectory() as folder:
-            for row, metrics in zip(group, train(group, steps, Path(folder)), strict=True):
-                counted = [line for line in metrics if line["step"] > warm_up and "loss" in line]
-                keys = [key for key, value in counted[0].items() if isinstance(value, float)]
-                values = {key: statistics.median(line[key] for line in counted) for key in keys}
-                row["runs"].append({**values, "loss": counted[-1]["loss"]})
-                row["median"] = {
-                    key: round(statistics.median(run[key] for run in row["runs"]), 6)
-                    for key in row["runs"][0]
-                }
+            for row, found in zip(group, train(group, steps, Path(folder)), strict=True):
+                add(row, found, warm_up)
 
 
 def main() -> None:
@@ -122,6 +304,8 @@ def main() -> None:
     parser.add_argument("set", choices=SETS, help="which configurations")
     parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
     parser.add_argument("--runs", type=int, default=3, help="runs of each, in turn")
+    parser.add_argument("--only", default="*", help="labels, as in 'baseline*'")
+    parser.add_argument("--seconds", type=float, default=1e9, help="begin no round after these")
     parser.add_argument(
         "--side-by-side",
         action="store_true",
@@ -133,20 +317,29 @@ def main() -> None:
     rows = [
         {**each, "runs": [], "command": shlex.join(["python", *command_of(each, steps)])}
         for each in configurations
-        if each["devices"] <= devices
+        if each["devices"] <= devices and fnmatch.fnmatchcase(each["label"], args.only)
     ]
     groups = share(rows, devices) if args.side_by_side else [[row] for row in rows]
     results = {
+        "set": args.set,
         "steps": steps,
         "warm_up_steps": warm_up,
+        "nccl_environment": {k: v for k, v in os.environ.items() if k.startswith("NCCL_")},
         "side_by_side": [[row["label"] for row in group] for group in groups],
         "rows": rows,
     }
-    for _ in range(args.runs):
+    begun = time.monotonic()
+    for turn in range(args.runs):
+        # A round takes as long as the one before: the last one shall end in time.
+        if turn and (time.monotonic() - begun) * (turn + 1) / turn > args.seconds:
+            break
         measure(groups, steps, warm_up)
+        compare(rows)
         write_result(args.output, results)  # in every round: a later one may not end
     for row in rows:
-        print(f"{row['label']:24s} {row['median']['tokens_per_s']:12,.0f} tokens/s")
+        speed = row["median"]["tokens_per_s"] if row["runs"] else float("nan")
+        ratio = f"  x {row['ratio']['median']:.3f}" if "ratio" in row else ""
+        print(f"{row['label']:28s} {speed:12,.0f} tokens/s{ratio}")
 
 
 if __name__ == "__main__":

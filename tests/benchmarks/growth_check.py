@@ -1,0 +1,297 @@
+"""05-mixed-precision/growth.py: what it starts from, what it predicts, and how far off it is.
+
+python tests/benchmarks/growth_check.py --output tests/benchmarks/results/growth.json
+
+Everything is read from result files; nothing is timed here. A prediction is made of the row on the
+fewest GPUs and compared with those on more. What it leaves out, the wait for the slowest GPU, is
+fitted once for each file, on two GPUs, and checked on those that are left.
+"""
+
+import argparse
+import sys
+from dataclasses import asdict, replace
+from pathlib import Path
+
+import matplotlib
+from machine import RESULTS, write_result
+from matplotlib.figure import Figure
+
+sys.path.insert(0, str(RESULTS.parents[1]))
+from report import REPOSITORY, content, measured_runs
+from runner import load_script
+
+growth = load_script(REPOSITORY / "05-mixed-precision/growth.py")
+FIGURE = REPOSITORY / "05-mixed-precision/growth.svg"
+PORTS = {"400 Gbit/s per GPU": 50e9, "100 Gbit/s per GPU": 12.5e9, "10 Gbit/s per GPU": 1.25e9}
+# Tokens of a step: GPT-2's 512 sequences, and with what Llama 3 began, arxiv.org/abs/2407.21783.
+GPT2, EIGHT = "GPT-2 124M, DDP", "Llama 3.1 8B, FSDP"
+BATCHES = {GPT2: (512 * 1024, 1024), EIGHT: (4 * 2**20, 8192)}
+PHASES = ("forward", "backward", "update")
+
+
+def read(name: str) -> dict:
+    return content(RESULTS / f"{name}.json")
+
+
+def median_run(row: dict) -> dict:
+    """Return the values of a row: throughput.py has their medians, fsdp.py the runs."""
+    return row.get("median") or measured_runs(row)[0]
+
+
+def measured_bus() -> float:
+    """Return the bytes/s that a GPU sends in an all-reduce of all gradients within a node."""
+    found = read("buckets_gpu")
+    n = found["world_size"]
+    seconds = found["ms"]["all-reduce alone"]["median"] / 1000
+    seconds -= growth.all_reduce(0, n, growth.Cluster(1.0))
+    return 2 * (n - 1) / n * found["gradient_bytes"] / seconds
+
+
+def seconds_of(values: dict) -> list[float]:
+    return [values[f"time/{phase}"] / 1000 for phase in PHASES]
+
+
+def works() -> dict:
+    """Return the two models in bfloat16.
+
+    GPT-2 is measured. Of the 8B model there is a step on several GPUs only: in bfloat16 where
+    fsdp_precision.json has it. Else it is taken to fill as much of the peak rate as GPT-2 does,
+    with the phases of a step in TF32.
+    """
+    rows = read("comparison_gpu")["rows"]
+    (row,) = (r for r in rows if (r["strategy"], r["precision"]) == ("single", "bf16"))
+    speed = row["summary"]["speed"]
+    small = [speed["ms"][phase] / 1000 for phase in PHASES]
+    options = {row["label"]: row for row in read("fsdp_options")["rows"]}
+    tf32, mfu, source = median_run(options["selective"]), speed["mfu"], "comparison_gpu"
+    gpus = options["selective"]["gpus"]
+    if (RESULTS / "fsdp_precision.json").exists():
+        done = {row["label"]: row for row in read("fsdp_precision")["rows"]}
+        if measured_runs(done.get("bf16, compiled", {})):
+            mfu = measured_runs(done["bf16, compiled"])[0]["mfu"]
+            source = "fsdp_precision"
+    eight = growth.work_of("fsdp", "llama-3.1-8b", 8192, 8192, *seconds_of(tf32))
+    passes = eight.tokens * eight.flops / (mfu * growth.PEAK)
+    part = passes / (eight.forward + eight.backward)
+    eight = replace(
+        eight,
+        forward=part * eight.forward,
+        backward=part * eight.backward,
+        update=gpus * eight.update,
+    )
+    gpt2 = growth.work_of("ddp", "gpt2", 1024, 64 * 1024, *small)
+    return {
+        GPT2: {"work": asdict(gpt2), "mfu_from": "comparison_gpu"},
+        EIGHT: {"work": asdict(eight), "mfu_from": source},
+    }
+
+
+def series(
+    cluster, source: str, label: str, work, rows: dict[int, dict], file: str | None = None
+) -> list[dict]:
+    """Predict a file's rows by number of GPUs from the one on one GPU; fit the wait on two."""
+    base = median_run(rows[1])["time/total"] / 1000
+    passes = base - work.update
+    scale = passes / (work.forward + work.backward)  # with what no phase holds
+    work = replace(work, forward=scale * work.forward, backward=scale * work.backward)
+    two = median_run(rows[2])["time/total"] / 1000
+    wait = two - growth.step(work, 2, cluster)
+    found = []
+    for n in sorted(set(rows) - {1}):
+        measured = median_run(rows[n])["time/total"]
+        entry = {
+            "source": source,
+            "label": label,
+            "gpus": n,
+            "measured_ms": measured,
+            "ideal_ms": 1000 * growth.step(work, n, cluster),
+        }
+        if n != 2:
+            entry["with_wait_ms"] = 1000 * growth.step(work, n, cluster, wait)
+        found.append(entry)
+    return found
+
+
+def checks(cluster) -> list[dict]:
+    """Return measured and predicted times of what there is on several GPUs."""
+    ddp = {row["label"]: row for row in read("ddp_gpu")["rows"]}
+    rows = {n: ddp[f"02-ddp on {n}"] for n in (1, 2, 4, 8)}
+    work = growth.work_of("ddp", "gpt2", 1024, 65536, *seconds_of(median_run(rows[1])))
+    found = series(cluster, "ddp_gpu", "chapter 2, TF32", work, rows)
+    nodes = {row["label"]: row for row in read("nodes_gpu")["rows"]}
+    mixed = {1: rows[1], 2: rows[2], 4: nodes["03-multi-node on 4"]}
+    found += series(cluster, "nodes_gpu", "chapter 3, TF32, another day's GPUs", work, mixed)[1:]
+    fsdp = {row["label"]: row for row in read("fsdp_gpt2")["rows"]}
+    for chapter, strategy in (("03-multi-node", "ddp"), ("04-fsdp", "fsdp")):
+        rows = {
+            n: row for n in (1, 2, 4, 8) if measured_runs(row := fsdp.get(f"{chapter} on {n}", {}))
+        }
+        work = growth.work_of(strategy, "gpt2", 1024, 65536, *seconds_of(median_run(rows[1])))
+        label = f"chapter {chapter[1]}, TF32"
+        found += series(cluster, "fsdp_gpt2", label, replace(work, gathered=4), rows)
+    return found + differences(cluster)
+
+
+def differences(cluster) -> list[dict]:
+    """Return what sending adds to a pass or a step, where a file has both with and without."""
+    buckets = read("buckets_gpu")
+    n, ms = buckets["world_size"], {name: each["median"] for name, each in buckets["ms"].items()}
+    nothing = ms["default, nothing sent"] / 1000
+    # A third of a pass is forward, two thirds are backward: appendix B of arxiv.org/abs/2204.02311.
+    work = growth.work_of("ddp", "gpt2", 1024, 16384, nothing / 3, 2 * nothing / 3, 0.0)
+    label = "chapter 2's buckets, a pass of 16 x 1024, TF32"
+    found = [
+        {
+            "source": "buckets_gpu",
+            "label": f"{label}, default",
+            "gpus": n,
+            "measured_ms": ms["default"],
+            "ideal_ms": 1000 * growth.step(work, n, cluster),
+        },
+        {
+            "source": "buckets_gpu",
+            "label": f"{label}, all in one",
+            "gpus": n,
+            "measured_ms": ms["all in one"],
+            "ideal_ms": ms["all in one, nothing sent"]
+            + 1000 * growth.all_reduce(buckets["gradient_bytes"], n, cluster),
+        },
+    ]
+    rows = {row["label"]: row for row in read("fsdp_options")["rows"]}
+    for one, other in (
+        ("full", "full, no reshard"),
+        ("full, 2 micro-batches, all reduced", "full, 2 micro-batches"),
+    ):
+        with_more, without = (median_run(rows[name])["time/total"] for name in (one, other))
+        micro = 2 if "2 micro" in one else 1
+        work = growth.work_of(
+            "fsdp", "llama-3.1-8b", 8192, 8192, *seconds_of(median_run(rows[one]))
+        )
+        work = replace(
+            work, gathered=4, forward=work.forward / micro, backward=work.backward / micro
+        )
+        found.append(
+            {
+                "source": "fsdp_options",
+                "label": f"8B, TF32: {one}, from {other.removeprefix('full, ')}",
+                "gpus": rows[one]["gpus"],
+                "measured_ms": with_more,
+                "ideal_ms": without + 1000 * hidden_behind(work, rows[one]["gpus"], cluster, micro),
+            }
+        )
+    return found
+
+
+def hidden_behind(work, n: int, cluster, micro: int) -> float:
+    """Return the seconds that gathering again, or one more sum of gradients, adds to a step."""
+    gather, scatter = (growth.one_way(4 * work.block, n, cluster) for _ in range(2))
+    block = (1 - 6 * work.late / work.flops) / work.blocks * work.backward
+    if micro == 1:  # the sum is there in both
+        return work.blocks * (max(0.0, gather + scatter - block) - max(0.0, scatter - block))
+    root = growth.one_way(4 * work.root, n, cluster)
+    return root + work.blocks * max(0.0, gather + scatter - block)
+
+
+def waited() -> tuple[float, float]:
+    """Return what two GPUs wait for each other in a step: in seconds, and as a share of it."""
+    steps = {row["label"]: median_run(row)["time/total"] for row in read("ddp_gpu")["rows"]}
+    one, two = steps["02-ddp on 1"], steps["02-ddp on 2"]
+    return (two - one) / 1000, two / one - 1
+
+
+def paper(bus: float, inputs: dict) -> list[dict]:
+    """Return a row for each model, port and number of GPUs.
+
+    with_wait: tokens/s against as many times one GPU's, with the wait that two GPUs were seen to
+    have in TF32. In bfloat16 it may be as many ms or the same share of the step: both are given.
+    """
+    wait, part = waited()
+    found = []
+    for title, given in inputs.items():
+        work = growth.Work(**given["work"])
+        for port, rate in PORTS.items():
+            cluster = growth.Cluster(bus, rate)
+            for n in growth.GPUS:
+                if n <= cluster.node and port != next(iter(PORTS)):
+                    continue  # no network there
+                per_gpu = work.tokens / growth.step(work, n, cluster)
+                one, several = (growth.step(work, k, cluster) for k in (1, n))
+                waits = (wait, part * one) if work.strategy == "ddp" and n > 1 else ()
+                weights = work.blocks * work.block + work.root
+                found.append(
+                    {
+                        "model": title,
+                        "network": port if n > cluster.node else "within a node",
+                        "gpus": n,
+                        "tokens_per_s": n * per_gpu,
+                        "efficiency": growth.efficiency(work, n, cluster),
+                        "mfu": per_gpu * work.flops / growth.PEAK,
+                        "exposed_ms": 1000 * growth.exposed(work, n, cluster),
+                        "states_gib": 16 * weights / (n if work.strategy == "fsdp" else 1) / 2**30,
+                        "with_wait": [one / (several + each) for each in waits],
+                        "smallest_batch": growth.smallest_batch(work, n, cluster, 0.9),
+                    }
+                )
+    return found
+
+
+def limits(bus: float, inputs: dict) -> list[dict]:
+    """Return how many GPUs a global batch keeps busy, for each model and port."""
+    found = []
+    for title, each in inputs.items():
+        work = growth.Work(**each["work"])
+        batch, length = BATCHES[title]
+        for port, rate in PORTS.items():
+            most = {
+                share: growth.most_gpus(work, batch, length, growth.Cluster(bus, rate), share)
+                for share in (0.9, 0.5)
+            }
+            row = {"model": title, "network": port, "global_batch": batch, "seq_length": length}
+            found.append(row | {"gpus_at_90": most[0.9], "gpus_at_50": most[0.5]})
+    return found
+
+
+def draw(bus: float, inputs: dict, path: Path) -> None:
+    """Draw the share of time that GPUs compute, against their number, one line for each port."""
+    figure = Figure(figsize=(9, 4), layout="constrained")
+    counts = [2**i for i in range(11)]
+    for axes, (title, each) in zip(figure.subplots(1, 2, sharey=True), inputs.items(), strict=True):
+        work = growth.Work(**each["work"])
+        for port, rate in PORTS.items():
+            cluster = growth.Cluster(bus, rate)
+            shares = [growth.efficiency(work, n, cluster) for n in counts]
+            axes.plot(counts, shares, marker=".", label=port)
+        axes.axhline(0.9, color="black", linestyle=":")
+        axes.axvline(8, color="grey", linestyle="--", label="the end of a node")
+        axes.set_xscale("log", base=2)
+        axes.set(title=f"{title}, {work.tokens:,} tokens per GPU", xlabel="GPUs", ylim=(0, 1.05))
+    axes.figure.axes[0].set_ylabel("share of a step that is forward and backward")
+    axes.legend(loc="lower left")
+    with matplotlib.rc_context({"svg.hashsalt": "growth"}):  # the same file each time
+        figure.savefig(path, metadata={"Date": None})
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
+    parser.add_argument("--chart", type=Path, default=FIGURE, help="svg file to draw into")
+    args = parser.parse_args()
+    bus, inputs = measured_bus(), works()
+    for title, each in inputs.items():
+        each["global_batch"], each["seq_length"] = BATCHES[title]
+    compared = checks(growth.Cluster(bus))
+    for row in compared:
+        best = row.get("with_wait_ms", row["ideal_ms"])
+        print(f"{row['label'][:52]:52} {row['gpus']:2} {row['measured_ms']:9.1f} {best:9.1f}")
+    results = {
+        "inputs": {"bus": bus, "works": inputs},
+        "checks": compared,
+        "paper": paper(bus, inputs),
+        "limits": limits(bus, inputs),
+    }
+    write_result(args.output, results)
+    draw(bus, inputs, args.chart)
+
+
+if __name__ == "__main__":
+    main()
