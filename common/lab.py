@@ -9,6 +9,7 @@ import shlex
 import subprocess
 import sys
 import tempfile
+import warnings
 from pathlib import Path
 
 import torch
@@ -26,6 +27,7 @@ def load_ipython_extension(shell) -> None:
     """
     import matplotlib.pyplot as plt
 
+    warnings.filterwarnings("ignore", message="IProgress")  # its bars would not come out again
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "WANDB_MODE": "disabled", "OMP_NUM_THREADS": "1"}
     torch.set_num_threads(1)
     plt.rcParams |= {
