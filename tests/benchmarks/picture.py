@@ -102,7 +102,7 @@ def picture() -> str:
     x, y = 24.0, 60.0
     for label, colour in PARTS.values():
         out += [rect(x, y - 13, 14, 14, fill=colour), text(x + 20, y, label, 16)]
-        x += 40 + 8.4 * len(label)
+        x += 44 + 8.8 * len(label)
     dashes = 'stroke="#c00" stroke-width="2" stroke-dasharray="5 3"'
     out += [f'<line x1="24" x2="50" y1="81" y2="81" {dashes}/>']
     out += [text(58, 86, f"{MEMORY_GIB} GiB, all that a GPU of this kind has", 16)]
