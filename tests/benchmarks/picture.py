@@ -80,9 +80,11 @@ def draw_row(top: float, row: tuple, predicted: dict, before: Path | None) -> li
         limit = bottom - MEMORY_GIB * SCALE
         dashes = 'stroke="#c00" stroke-width="2" stroke-dasharray="5 3"'
         out.append(f'<line x1="{left}" x2="{left + width}" y1="{limit}" y2="{limit}" {dashes}/>')
+    total = f"{sum(parts.values()):.0f} GiB each"
     if nodes == 1:
-        says = f"{sum(parts.values()):.0f} GiB"
-        out.append(text(LEFT + count * (BAR + GAP) + 3 * GAP, top + 62, f"{says} each", 17))
+        out.append(text(LEFT + count * (BAR + GAP) + 3 * GAP, top + 62, total))
+    else:  # no room beside them
+        out.append(text(LEFT - 132, top + 98, total))
     return out
 
 
@@ -105,7 +107,7 @@ def picture() -> str:
         x += 44 + 8.8 * len(label)
     dashes = 'stroke="#c00" stroke-width="2" stroke-dasharray="5 3"'
     out += [f'<line x1="24" x2="50" y1="81" y2="81" {dashes}/>']
-    out += [text(58, 86, f"{MEMORY_GIB} GiB, all that a GPU of this kind has", 16)]
+    out += [text(58, 86, f"{MEMORY_GIB} GiB, as many a GPU has; a grey box is a node", 16)]
     top, before = 100.0, None
     for row in ROWS:
         out += draw_row(top, row, rungs[row[2]], before)

@@ -139,7 +139,7 @@ def measured(
     ]
     if all(both):
         rows.append(
-            "| most memory of a step of an 8B model in float32 on 8 H200, 8192 tokens each, full "
+            "| most memory of a step of an 8B model in float32 on 4 H200, 8192 tokens each, full "
             "activation checkpointing, predicted and measured | "
             f"{both[0]:.1f} and {both[1]:.1f} GiB | {link('predictions')}, {link('fsdp_options')} |"
         )
