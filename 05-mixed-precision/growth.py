@@ -87,7 +87,7 @@ def exposed(work: Work, n: int, cluster: Cluster) -> float:
 
     DDP sends float32 gradients beside the backward pass; nothing hides those that come last. FSDP
     gathers a block while another computes, twice, and sums its gradients in float32. Nothing hides
-    the first gathers, of the root and a block, and the last sum, the root's.
+    the first gathers, of the root and a block, and the last sums, of the first block and the root.
     """
     if n == 1:
         return 0.0
@@ -99,7 +99,7 @@ def exposed(work: Work, n: int, cluster: Cluster) -> float:
     gather, scatter = (one_way(size * work.block, n, cluster) for size in (work.gathered, 4))
     share = (1 - 6 * work.late / work.flops) / work.blocks  # of a pass; the head is no block
     ahead = (work.blocks - 1) * max(0.0, gather - share * work.forward)
-    behind = work.blocks * max(0.0, gather + scatter - share * work.backward)
+    behind = max(scatter, work.blocks * (gather + scatter - share * work.backward))
     root = one_way((work.gathered + 4) * work.root, n, cluster) + one_way(0, n, cluster)
     return root + gather + ahead + behind
 
@@ -130,7 +130,7 @@ def most_gpus(work: Work, batch: int, length: int, cluster: Cluster, wanted: flo
 
 def main() -> None:
     parser = cli.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--port", default=50.0, type=cli.above_zero, help="GB/s per GPU to nodes")
+    parser.add_argument("--port", default=50.0, type=cli.above_zero, help="GB/s between nodes")
     parser.add_argument("--node", default=8, type=cli.at_least(1), help="GPUs of a node")
     args, inputs = parser.parse_args(), json.loads(INPUTS.read_text())["results"]["inputs"]
     cluster = Cluster(inputs["bus"], 1e9 * args.port, args.node)

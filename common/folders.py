@@ -39,5 +39,5 @@ def complete_folder(target: Path, errors: tuple[type[Exception], ...]) -> Iterat
 
 def let_others_read(folder: Path) -> None:
     """Give weights the mode of the other files: safetensors makes its own for the owner alone."""
-    for file in folder.iterdir():
+    for file in folder.glob("*.safetensors"):
         file.chmod((folder / "config.json").stat().st_mode)

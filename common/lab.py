@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 ROOT = Path(__file__).resolve().parents[1]
-_folder = tempfile.TemporaryDirectory(prefix="lab-")
+_folder = tempfile.TemporaryDirectory(prefix="lab-")  # on import: each notebook has one, alone
 FOLDER = Path(_folder.name)  # of the runs; gone when the notebook's kernel ends
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 
@@ -68,8 +68,10 @@ def ranks(world_size: int, source: str) -> list[dict]:
         for line in said[rank].read_text().splitlines() if rank in said else ():
             print(f"[rank {rank}] {line}")
     if done.returncode:
-        errors = (path.read_text() for path in sorted((folder / "logs").rglob("stderr.log")))
-        raise RuntimeError(next((text for text in errors if text), done.stdout)[-2000:])
+        # Who fails first writes first; the others then miss it, and say that.
+        ends = sorted((folder / "logs").rglob("stderr.log"), key=lambda path: path.stat().st_mtime)
+        errors = (path.read_text() for path in ends)
+        raise RuntimeError(next((text for text in errors if "Error" in text), done.stdout)[-2000:])
     files = [folder / f"rank-{rank}.pt" for rank in range(world_size)]
     return [torch.load(file) if file.exists() else {} for file in files]
 

@@ -69,8 +69,9 @@ def test_fsdp_hides_what_a_block_computes():
     # A gather of a block: 2 x 100 bytes, 1.75 s; a sum: 4 x 100 bytes, 3.5 s. A block computes for
     # (1 - 6 x 50 / 3000) / 2 = 0.45 of a pass: 4.5 s and 9 s, longer than what is sent.
     work = replace(SMALL, strategy="fsdp")
+    # Nothing computes beside the first block's sum, which comes last.
     root = 1.05 + 2.1
-    assert growth.exposed(work, 8, NODE) == pytest.approx(1.75 + root, rel=1e-3)
+    assert growth.exposed(work, 8, NODE) == pytest.approx(1.75 + 3.5 + root, rel=1e-3)
     # Ten times as fast: 0.45 s and 0.9 s. One gather waits ahead, two gathers and sums behind.
     fast = replace(work, forward=1.0, backward=2.0)
     ahead, behind = 1.75 - 0.45, 2 * (1.75 + 3.5 - 0.9)
@@ -189,6 +190,11 @@ def test_the_committed_file_is_of_todays_formulas_and_files():
     now = growth_check.paper(cluster.bus, found["inputs"]["works"])
     for row, each in zip(found["paper"], now, strict=True):
         assert row == pytest.approx(each), stale
+    for title, each in growth_check.works().items():
+        kept = found["inputs"]["works"][title]
+        assert kept["work"] == pytest.approx(each["work"]), stale
+        assert kept["mfu_from"] == each["mfu_from"], stale
+    assert found["limits"] == growth_check.limits(cluster.bus, found["inputs"]["works"]), stale
 
 
 def test_the_bus_is_what_the_page_of_chapter_2_says():

@@ -266,13 +266,14 @@ def test_same_losses_with_launch_ssh(lab):
     hosts = lab.folder / "hosts"
     hosts.write_text("node1  # the head\n\nnode2\n")
     script = ("bash", "03-multi-node/launch_ssh.sh")
-    env = {"SSH": f"ssh -F {lab.cluster.ssh_config}", "NPROC_PER_NODE": 2, "PAUSE": 1.5}
-    assert lab.launch("ssh", *script, "start", hosts, **env).wait(PATIENCE_S) == 0
-    lab.wait_for_step("ssh", 5)
+    env = {"SSH": f"ssh -F {lab.cluster.ssh_config}", "NPROC_PER_NODE": 2}
+    slow = {**env, "PAUSE": 4}  # seconds for each step: what comes next has to come before the last
+    assert lab.launch("ssh", *script, "start", hosts, **slow).wait(PATIENCE_S) == 0
+    lab.wait_for_step("ssh", 2)
     assert lab.launch("ssh", *script, "start", hosts, **env).wait(PATIENCE_S) == 2
     assert "ssh runs here already: stop it first." in lab.log("ssh")
     tail = lab.launch("ssh", *script, "tail", hosts, **env)
-    lab.wait_for(lambda: re.search(r"^node1: \[.* step 1\d/24", lab.log("ssh"), re.MULTILINE))
+    lab.wait_for(lambda: re.search(r"^node1: \[.* step \d+/24", lab.log("ssh"), re.MULTILINE))
     tail.send_signal(signal.SIGTERM)
     assert lab.launch("ssh", *script, "stop", hosts, **env).wait(PATIENCE_S) == 0
     assert lab.log("ssh").count("told to stop") == 2

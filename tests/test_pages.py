@@ -363,10 +363,24 @@ def test_a_changed_script_makes_its_page_stale(monkeypatch):
     assert wrong_diffstats(page, page.read_text())
 
 
+def test_a_solution_shows_another_diff_than_its_file():
+    """Planted."""
+    page = ROOT / "01-single-gpu/solutions/README.md"
+    text = page.read_text()
+    assert wrong_diffs(page, text) == []
+    rotten = text.replace(
+        "+                loss = model(**batch).loss", "+                loss = 1"
+    )
+    assert rotten != text
+    first, second = wrong_diffs(page, rotten)
+    assert first.startswith("a diff of no file:") and second.startswith("not shown:")
+
+
 def test_the_picture_is_of_todays_scripts(monkeypatch):
     """Planted: another prediction, another diffstat."""
     drawn = (ROOT / "01-single-gpu/chapters.svg").read_text()
-    assert picture.picture() == drawn, "run python tests/benchmarks/picture.py"
+    draw = "python tests/benchmarks/picture.py --output 01-single-gpu/chapters.svg"
+    assert picture.picture() == drawn, f"run {draw}"
     halved = {
         name: {**rung, "parts": {part: size / 2 for part, size in rung["parts"].items()}}
         for name, rung in picture.predict().items()

@@ -283,7 +283,7 @@ def check(
         plant=functools.partial(_prepare, folder / "stdout", plant),
         **options,
     )
-    return ranks.finish(60), (folder / "stdout").read_text()
+    return ranks.finish(), (folder / "stdout").read_text()
 
 
 def _prepare(stdout: Path, plant) -> None:
@@ -338,7 +338,7 @@ def slow_down(goes: int, node: str) -> None:
     def all_reduce(tensor, *args, original=dist.all_reduce, **kwargs):
         # For each of two sizes one that connects, twenty that are timed, one for the slowest rank.
         if kwargs["group"] is not dist.group.WORLD and next(calls) < goes * 2 * 22:
-            time.sleep(0.02)
+            time.sleep(0.05)
         return original(tensor, *args, **kwargs)
 
     dist.all_reduce = all_reduce
@@ -348,7 +348,8 @@ def slow_down(goes: int, node: str) -> None:
 @pytest.mark.parametrize("goes", [preflight.GOES - 1, preflight.GOES])
 def test_a_fault_is_what_is_slow_each_time(tmp_path, corpus, goes, node):
     slow = functools.partial(slow_down, goes, node)
-    statuses, said = check(tmp_path, corpus, "--min-bandwidth", 0.0004, plant=slow)
+    # 4,096 bytes: 0.00008 GB/s with the sleep, and enough in 25 ms without.
+    statuses, said = check(tmp_path, corpus, "--min-bandwidth", 0.00016, plant=slow)
     who = HOST if node == "0" else f"link {HOST}/0 - {HOST}/1"
     assert (f"{who} has" in last_sentence(said)) == (goes == preflight.GOES), said
     assert statuses == ([1, 1] if goes == preflight.GOES else [0, 0])
@@ -756,7 +757,7 @@ def test_ports_other_than_the_first_that_a_firewall_closes(nodes):
 def test_a_node_whose_network_goes_ends_all_and_on_both_sides(nodes, tmp_path):
     """srun does not end the others here: they find out for themselves."""
     process = nodes.start("--timeout", 4, kill=0, plant="pause", MARKS=str(tmp_path))
-    nodes.cluster.until(lambda: len(list(tmp_path.iterdir())) == 4, "all ranks are connected", 60)
+    nodes.cluster.until(lambda: len(list(tmp_path.iterdir())) == 4, "all ranks are connected")
     with nodes.dropped("node2", "from", f"{nodes.cluster.network}.1"):
         said, _ = process.communicate(timeout=PATIENCE_S)
     assert process.returncode == 1, said

@@ -143,11 +143,6 @@ def over_budget(page: str, solutions: str) -> list[str]:
 
 
 RULES = (unsolved, checks_left_out, too_short_or_long, over_budget)
-PAGE_RULES = [
-    rule
-    for rule in test_pages.RULES
-    if rule.__name__ not in ("wrong_headings", "wrong_diffs", "wrong_diffstats")
-]
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
@@ -157,20 +152,10 @@ def test_solutions(chapter, rule):
     assert rule(page, solutions_of(chapter).read_text()) == []
 
 
-@pytest.mark.parametrize("rule", PAGE_RULES, ids=lambda rule: rule.__name__)
-@pytest.mark.parametrize("chapter", SOLVED)
-def test_page_of_solutions(chapter, rule):
-    page = solutions_of(chapter)
-    assert rule(page, page.read_text()) == []
-
-
 @pytest.mark.parametrize("chapter", SOLVED)
 def test_checks_choose_tests(chapter):
-    """Of the exercises; those of the solutions are looked at above."""
-    page = ROOT / chapter / "README.md"
-    text = page.read_text()
-    assert test_pages.gone_tests(page, text) == []
-    assert "Check: `python -m pytest tests/" in flat(text)
+    """test_pages.py looks at whether these are there."""
+    assert "Check: `python -m pytest tests/" in flat((ROOT / chapter / "README.md").read_text())
 
 
 @pytest.mark.parametrize(
@@ -523,7 +508,9 @@ def test_numbers(chapter):
 def test_a_wrong_number_is_noticed():
     text, claims = section(NODES, 3), kill_9_twice()
     assert numbers_nobody_claims(text, claims) == []
-    assert numbers_nobody_claims(text.replace("18.6 s", "17.6 s"), claims) == ["5.1", "17.6"]
+    right = recovery("torchrun")[0]
+    wrong = f"{right + 1:.1f}"
+    assert wrong in numbers_nobody_claims(text.replace(f"{right} s", f"{wrong} s"), claims)
 
 
 def test_the_five_lines_print_what_they_promise():
@@ -589,7 +576,7 @@ def test_steps_trained_twice(tmp_path, corpus):
 
 # --- what is run: 2 ranks, chapters 2 and 3 ---
 
-STEPS, STOP_IN, LOG_EVERY, PAUSE_S = 20, 13, 10, 2
+STEPS, STOP_IN, LOG_EVERY, PAUSE_S = 20, 13, 10, 6  # seconds: far above what other tests cost
 
 
 def stop_for_a_while() -> None:

@@ -69,9 +69,9 @@ def test_autocast_is_on_where_it_says_so(monkeypatch):
 
 
 @pytest.mark.slow
-def test_two_ranks_train_as_one_does(tmp_path):
-    for name, launcher, batch in (("one", (), 4), ("two", (*TORCHRUN, 2), 4)):
-        words = f"{TINY} --global-batch-size {batch} -e {name} --precision tf32"
+def test_two_ranks_log_what_one_does(tmp_path):
+    for name, launcher in (("one", ()), ("two", (*TORCHRUN, 2))):
+        words = f"{TINY} --global-batch-size 4 -e {name} --precision tf32"
         output = ("--output", tmp_path / f"{name}.json", "--save-dir", tmp_path)
         script = (*launcher, throughput.BASELINE, *shlex.split(words), *output)
         done = run_script(*script)
@@ -102,16 +102,18 @@ def test_what_it_cannot_do_ends_in_a_sentence():
         ("-m gpt2-tiny -b 3 --global-batch-size 8", "Give a --global-batch-size"),
     ):
         done = run_script(script, *words.split())
-        assert done.returncode != 0 and said in done.stderr and "Traceback" not in done.stderr
+        assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr
 
 
 # --- the sets ---
 
 
 def test_names_and_rows_that_result_files_have_stay():
-    for name in ("ddp_cpu", "ddp_gpu", "nodes_gpu"):
+    sets = {"ddp_cpu": "ddp-cpu", "ddp_gpu": "ddp-gpu", "nodes_gpu": "nodes-gpu"}
+    sets |= {"speed_cpu": "cpu", "start_cpu": "cpu-start"}
+    for name, chosen in sets.items():
         committed = report.content(ROOT / report.result(name))["rows"]
-        rows, steps, _ = throughput.SETS[name.replace("_", "-")]
+        rows, steps, _ = throughput.SETS[chosen]
         commands = {
             row["label"]: shlex.join(["python", *throughput.command_of(row, steps)]) for row in rows
         }
@@ -212,7 +214,7 @@ def test_what_may_fail_is_noted_and_not_tried_again(monkeypatch):
     row = {"label": "large", "devices": 1, "runs": [], "may_fail": True}
     for _ in range(2):
         throughput.measure([[row]], 4, 2)
-    assert row["failed"] == 1 and [len(group) for group in calls] == [1, 0]
+    assert row["failed"] == 1 and [len(group) for group in calls] == [1]
 
 
 @pytest.mark.slow

@@ -24,7 +24,7 @@ from machine import write_result
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from common import cli
+from common import cli, launch
 from common.cli import InputError, at_least
 from common.models import load_config
 from common.timers import flops_per_token, peak_flops, peak_memory_gib
@@ -161,7 +161,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    try:
-        main()
-    except InputError as error:
-        raise SystemExit(str(error)) from None
+    launch.run(main)

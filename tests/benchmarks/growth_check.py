@@ -35,7 +35,10 @@ def read(name: str) -> dict:
 
 def median_run(row: dict) -> dict:
     """Return the values of a row: throughput.py has their medians, fsdp.py the runs."""
-    return row.get("median") or measured_runs(row)[0]
+    if "median" in row:
+        return row["median"]
+    (run,) = measured_runs(row)  # fsdp.py measures each once
+    return run
 
 
 def measured_bus() -> float:
@@ -45,6 +48,12 @@ def measured_bus() -> float:
     seconds = found["ms"]["all-reduce alone"]["median"] / 1000
     seconds -= growth.all_reduce(0, n, growth.Cluster(1.0))
     return 2 * (n - 1) / n * found["gradient_bytes"] / seconds
+
+
+def step_ms(row: dict) -> float:
+    """Return the milliseconds of a step, less those in which it waited for data."""
+    values = median_run(row)
+    return values["time/total"] - values.get("time/data", 0.0)
 
 
 def seconds_of(values: dict) -> list[float]:
@@ -86,19 +95,17 @@ def works() -> dict:
     }
 
 
-def series(
-    cluster, source: str, label: str, work, rows: dict[int, dict], file: str | None = None
-) -> list[dict]:
+def series(cluster, source: str, label: str, work, rows: dict[int, dict]) -> list[dict]:
     """Predict a file's rows by number of GPUs from the one on one GPU; fit the wait on two."""
-    base = median_run(rows[1])["time/total"] / 1000
+    base = step_ms(rows[1]) / 1000
     passes = base - work.update
     scale = passes / (work.forward + work.backward)  # with what no phase holds
     work = replace(work, forward=scale * work.forward, backward=scale * work.backward)
-    two = median_run(rows[2])["time/total"] / 1000
+    two = step_ms(rows[2]) / 1000
     wait = two - growth.step(work, 2, cluster)
     found = []
     for n in sorted(set(rows) - {1}):
-        measured = median_run(rows[n])["time/total"]
+        measured = step_ms(rows[n])
         entry = {
             "source": source,
             "label": label,
@@ -120,7 +127,8 @@ def checks(cluster) -> list[dict]:
     found = series(cluster, "ddp_gpu", "chapter 2, TF32", work, rows)
     nodes = {row["label"]: row for row in read("nodes_gpu")["rows"]}
     mixed = {1: rows[1], 2: rows[2], 4: nodes["03-multi-node on 4"]}
-    found += series(cluster, "nodes_gpu", "chapter 3, TF32, another day's GPUs", work, mixed)[1:]
+    label = "chapter 3, TF32, from ddp_gpu's one GPU"
+    found += series(cluster, "nodes_gpu", label, work, mixed)[1:]
     fsdp = {row["label"]: row for row in read("fsdp_gpt2")["rows"]}
     for chapter, strategy in (("03-multi-node", "ddp"), ("04-fsdp", "fsdp")):
         rows = {
@@ -184,7 +192,7 @@ def differences(cluster) -> list[dict]:
 
 def hidden_behind(work, n: int, cluster, micro: int) -> float:
     """Return the seconds that gathering again, or one more sum of gradients, adds to a step."""
-    gather, scatter = (growth.one_way(4 * work.block, n, cluster) for _ in range(2))
+    gather = scatter = growth.one_way(4 * work.block, n, cluster)
     block = (1 - 6 * work.late / work.flops) / work.blocks * work.backward
     if micro == 1:  # the sum is there in both
         return work.blocks * (max(0.0, gather + scatter - block) - max(0.0, scatter - block))
@@ -194,7 +202,7 @@ def hidden_behind(work, n: int, cluster, micro: int) -> float:
 
 def waited() -> tuple[float, float]:
     """Return what two GPUs wait for each other in a step: in seconds, and as a share of it."""
-    steps = {row["label"]: median_run(row)["time/total"] for row in read("ddp_gpu")["rows"]}
+    steps = {row["label"]: step_ms(row) for row in read("ddp_gpu")["rows"]}
     one, two = steps["02-ddp on 1"], steps["02-ddp on 2"]
     return (two - one) / 1000, two / one - 1
 
@@ -266,7 +274,7 @@ def draw(bus: float, inputs: dict, path: Path) -> None:
         axes.set_xscale("log", base=2)
         axes.set(title=f"{title}, {work.tokens:,} tokens per GPU", xlabel="GPUs", ylim=(0, 1.05))
     axes.figure.axes[0].set_ylabel("share of a step that is forward and backward")
-    axes.legend(loc="lower left")
+    axes.figure.axes[0].legend(loc="lower left")  # where no line is
     with matplotlib.rc_context({"svg.hashsalt": "growth"}):  # the same file each time
         figure.savefig(path, metadata={"Date": None})
 

@@ -36,6 +36,7 @@ PARTS = {  # colours of Okabe and Ito, https://jfly.uni-koeln.de/color/
 }
 WIDTH, ROW, BAR, GAP, LEFT = 720, 122, 34, 7, 330
 SCALE = 84 / 240  # points per GiB
+DASHES = 'stroke="#c00" stroke-width="2" stroke-dasharray="5 3"'
 
 
 def text(x: float, y: float, content: str, size: int = 17, **more: str) -> str:
@@ -62,8 +63,8 @@ def draw_row(top: float, row: tuple, predicted: dict, before: Path | None) -> li
     lines = f"{len(path.read_text().splitlines())} lines"
     if before:
         lines = "+{} &#8722;{} lines".format(*report.diffstat(before, path))
-    out = [text(24, top + 26, chapter, 21, font_weight="bold"), text(24, top + 98, lines, 17)]
-    out[1] = out[1].replace("<text", '<text fill="#555"')
+    out = [text(24, top + 26, chapter, 21, font_weight="bold")]
+    out += [text(24, top + 98, lines, fill="#555")]
     out += [text(24, top + 50 + 22 * number, line) for number, line in enumerate(says)]
     parts, bottom = parts_of(predicted), top + 100
     count = GPUS if chapter > "02" else 1
@@ -78,8 +79,7 @@ def draw_row(top: float, row: tuple, predicted: dict, before: Path | None) -> li
                 y -= gib * SCALE
                 out.append(rect(x, y, BAR, gib * SCALE, fill=PARTS[name][1]))
         limit = bottom - MEMORY_GIB * SCALE
-        dashes = 'stroke="#c00" stroke-width="2" stroke-dasharray="5 3"'
-        out.append(f'<line x1="{left}" x2="{left + width}" y1="{limit}" y2="{limit}" {dashes}/>')
+        out.append(f'<line x1="{left}" x2="{left + width}" y1="{limit}" y2="{limit}" {DASHES}/>')
     total = f"{sum(parts.values()):.0f} GiB each"
     if nodes == 1:
         out.append(text(LEFT + count * (BAR + GAP) + 3 * GAP, top + 62, total))
@@ -100,13 +100,12 @@ def picture() -> str:
     """Return the picture as SVG."""
     rungs = predict()
     head = f"What each GPU holds: {MODEL}, {SEQ_LENGTH:,} tokens per GPU, float32 state"
-    out, top = [text(24, 32, head, 17)], 46.0
+    out = [text(24, 32, head, 17)]
     x, y = 24.0, 60.0
     for label, colour in PARTS.values():
         out += [rect(x, y - 13, 14, 14, fill=colour), text(x + 20, y, label, 16)]
         x += 44 + 8.8 * len(label)
-    dashes = 'stroke="#c00" stroke-width="2" stroke-dasharray="5 3"'
-    out += [f'<line x1="24" x2="50" y1="81" y2="81" {dashes}/>']
+    out += [f'<line x1="24" x2="50" y1="81" y2="81" {DASHES}/>']
     out += [text(58, 86, f"{MEMORY_GIB} GiB, as many a GPU has; a grey box is a node", 16)]
     top, before = 100.0, None
     for row in ROWS:

@@ -941,10 +941,7 @@ def twelve_percent(found, with_523) -> list[str]:
             "transformers, per block",
         ),
     ):
-        (one, two), _ = (
-            (file[before]["tokens_per_s"], file[after]["tokens_per_s"])
-            for file in (found, with_523)
-        )
+        one, two = (found[variant]["tokens_per_s"] for variant in (before, after))
         changes = [
             f"{file[after]['tokens_per_s'] / file[before]['tokens_per_s'] - 1:+.1%}"
             for file in (found, with_523)

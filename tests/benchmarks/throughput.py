@@ -178,12 +178,16 @@ def command_of(configuration: dict, steps: int) -> list[str]:
     return words
 
 
+def file_name(label: str) -> str:
+    return label.replace(" ", "-").replace(",", "")
+
+
 def model_folder(configuration: dict, folder: Path) -> str:
     """Write a folder with a preset in the configuration's shape, and return its path."""
     config = json.loads((PRESETS / configuration["preset"] / "config.json").read_text())
     unknown = set(configuration["shape"]) - set(config)
     assert not unknown, f"{configuration['preset']} has no {unknown}"
-    model = folder / "models" / configuration["label"].replace(" ", "-").replace(",", "")
+    model = folder / "models" / file_name(configuration["label"])
     model.mkdir(parents=True, exist_ok=True)
     (model / "config.json").write_text(json.dumps({**config, **configuration["shape"]}))
     return str(model)
@@ -192,11 +196,11 @@ def model_folder(configuration: dict, folder: Path) -> str:
 def train(group: list[dict], steps: int, folder: Path) -> list[dict | None]:
     """Run configurations side by side, each on devices of its own.
 
-    Return of each its metrics and the seconds from its start to the first log line; None for one
-    that failed and may.
+    Return of each its metrics and the seconds from its start to the first log line (of the bare
+    loop, which writes all of them at its end, to that); None for one that failed and may.
     """
     processes, first = [], 0
-    names = [row["label"].replace(" ", "-").replace(",", "") for row in group]
+    names = [file_name(row["label"]) for row in group]
     in_use = sum(row["devices"] for row in group)
     threads = max(1, os.cpu_count() // in_use)
     environment = {**os.environ, "WANDB_MODE": "disabled", "OMP_NUM_THREADS": str(threads)}
@@ -216,7 +220,9 @@ def train(group: list[dict], steps: int, folder: Path) -> list[dict | None]:
         )
     files = [folder / name / "metrics.jsonl" for name in names]
     first_line: dict[Path, float] = {}
-    while any(process.poll() is None for process in processes):
+    running = True
+    while running:
+        running = any(process.poll() is None for process in processes)  # then look once more
         for file in files:
             if file not in first_line and file.exists() and file.stat().st_size:
                 first_line[file] = time.monotonic() - begun
@@ -292,8 +298,10 @@ def compare(rows: list[dict]) -> None:
 
 def measure(groups: list[list[dict]], steps: int, warm_up: int) -> None:
     """Run each group once and add to each row the values of its run (medians of log lines)."""
-    # What has failed would fail again.
-    for group in ([row for row in group if not row.get("failed")] for group in groups):
+    for group in groups:
+        group = [row for row in group if not row.get("failed")]  # it would fail again
+        if not group:
+            continue
         with tempfile.TemporaryDirectory() as folder:
             for row, found in zip(group, train(group, steps, Path(folder)), strict=True):
                 add(row, found, warm_up)
