@@ -706,7 +706,7 @@ def test_rank_that_leaves_alone(tmp_path):
     said = [tmp_path / f"stderr-{rank}" for rank in range(2)]
     ranks = Ranks(
         2,
-        [*flags(tmp_path, "left"), "--dist-timeout", 3],
+        [*flags(tmp_path, "left"), "--dist-timeout", 8],
         chapter=str(patched(NODES, 6, tmp_path / "copy")),
         plant=speak_at_once,
         stderr_file=[str(path) for path in said],
