@@ -550,7 +550,7 @@ def test_sound_on_two_nodes(nodes):
     )
     assert "one link has no others to be compared with" in said
     found = json.loads(figures.read_text())
-    assert list(found["all_reduce"]) == ["node1", "all", "node1 - node2", "node2"]
+    assert list(found["all_reduce"]) == ["node1", "node2", "all", "node1 - node2"]
     offset, doubt = found["clocks"]["node2"]
     assert abs(offset) <= doubt + 0.001 < 0.5  # it is the same clock
     assert list((nodes.folder / "outputs").iterdir()) == []
