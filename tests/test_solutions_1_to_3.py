@@ -131,7 +131,7 @@ def over_budget(page: str, solutions: str) -> list[str]:
         diffs = "".join(block for _, block in test_pages.blocks(shown, "diff"))
         code = "".join(block for _, block in test_pages.blocks(shown, "python"))
         signs = [line[0] for line in changed(diffs)] if diffs else []
-        count = max(signs.count("+"), signs.count("-"), len(code.splitlines()))
+        count = max(signs.count("+"), signs.count("-"), sum(map(bool, code.splitlines())))
         if count > budgets[0] or bool(count) != bool(budgets[0]):
             complaints.append(f"{key} has {count} lines for {budgets[0]}")
         if "One word." in text and signs == ["-", "+"]:
