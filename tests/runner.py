@@ -31,6 +31,7 @@ import transformers.models.llama.modeling_llama  # noqa: F401
 from torch.distributed import TCPStore
 from torch.distributed.checkpoint import filesystem
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.hooks import RemovableHandle
 
 from common import checkpoint, data, launch, record
 
@@ -339,7 +340,7 @@ def _interrupt(*_: object) -> None:
     raise KeyboardInterrupt
 
 
-def after_steps(count: int, action: Callable[[], object]) -> None:
+def after_steps(count: int, action: Callable[[], object]) -> RemovableHandle:
     """Call the action after so many optimizer steps; to load a checkpoint is a step as well."""
     done = 0
 
@@ -349,7 +350,7 @@ def after_steps(count: int, action: Callable[[], object]) -> None:
         if done == count:
             action()
 
-    register_optimizer_step_post_hook(hook)
+    return register_optimizer_step_post_hook(hook)
 
 
 @contextlib.contextmanager

@@ -25,7 +25,7 @@ import pytest
 import test_pages
 import torch
 from conftest import CHAPTERS, ROOT, random_texts, read_metrics
-from runner import Ranks, Series, finish, start
+from runner import Ranks, Series, after_steps, finish, start
 from test_allreduce_by_hand import check_table, run_ranks
 from test_autocast import apply, changed
 from test_resume_ranks import SECONDS_TO_END, newest_step, tensors
@@ -189,21 +189,23 @@ def test_every_diff_is_known():
         assert files == {name for (of, _), name in DIFFS.items() if of == chapter}
 
 
+def assert_clean_and_taken_back(diff: Path, folder: Path, script: str) -> None:
+    """The patched script in this folder passes ruff; the reversed diff makes it the real one."""
+    for command in (["check"], ["format", "--check"]):
+        options = ["--config", ROOT / "pyproject.toml", folder / script]
+        subprocess.run([sys.executable, "-m", "ruff", *command, *options], check=True)
+    subprocess.run(["git", "apply", "--reverse", str(diff)], cwd=folder, check=True)
+    assert (folder / script).read_text() == (ROOT / script).read_text()
+
+
 @pytest.mark.parametrize(("chapter", "number"), DIFFS)
 def test_diff_applies_and_is_shown(chapter, number, tmp_path):
     diff = (ROOT / chapter / "solutions" / DIFFS[chapter, number]).read_text()
     assert [block for _, block in test_pages.blocks(section(chapter, number), "diff")] == [diff]
-    script = patched(chapter, number, tmp_path) / "train_llm.py"
-    for command in (["check"], ["format", "--check"]):
-        subprocess.run(
-            [sys.executable, "-m", "ruff", *command, "--config", ROOT / "pyproject.toml", script],
-            check=True,
-        )
-    # patch -p1, here the other way round, takes it back.
-    path = ROOT / chapter / "solutions" / DIFFS[chapter, number]
-    back = ["git", "apply", "--reverse", str(path)]
-    subprocess.run(back, cwd=tmp_path, check=True)
-    assert script.read_text() == (ROOT / chapter / "train_llm.py").read_text()
+    patched(chapter, number, tmp_path)
+    assert_clean_and_taken_back(
+        ROOT / chapter / "solutions" / DIFFS[chapter, number], tmp_path, f"{chapter}/train_llm.py"
+    )
 
 
 # --- the numbers ---
@@ -495,14 +497,18 @@ def numbers_nobody_claims(text: str, claims: list[str]) -> list[str]:
     return re.findall(r"\d[\d,]*\.\d+|\d[\d,]*\d{2}", text)
 
 
+def assert_claimed(chapter: str, number: int, claim: Callable[[], list[str]] | None) -> None:
+    """All that is claimed stands in the solution, and no number besides."""
+    text, claims = section(chapter, number), claim() if claim else []
+    missing = [claim for claim in claims if claim not in flat(text)]
+    assert missing == [], number
+    assert numbers_nobody_claims(text, claims) == [], number
+
+
 @pytest.mark.parametrize("chapter", SOLVED)
 def test_numbers(chapter):
     for number, _ in sections(solutions_of(chapter).read_text()):
-        text = section(chapter, number)
-        claims = CLAIMS[chapter, number]() if (chapter, number) in CLAIMS else []
-        missing = [claim for claim in claims if claim not in flat(text)]
-        assert missing == [], number
-        assert numbers_nobody_claims(text, claims) == [], number
+        assert_claimed(chapter, number, CLAIMS.get((chapter, number)))
 
 
 def test_a_wrong_number_is_noticed():
@@ -587,15 +593,7 @@ def stop_for_a_while() -> None:
 
 @contextlib.contextmanager
 def pause_between_steps() -> Iterator[None]:
-    done = 0
-
-    def hook(*_: object) -> None:
-        nonlocal done
-        done += 1
-        if done == STOP_IN:
-            stop_for_a_while()
-
-    handle = register_optimizer_step_post_hook(hook)
+    handle = after_steps(STOP_IN, stop_for_a_while)
     yield
     handle.remove()
 

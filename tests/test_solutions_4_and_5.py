@@ -11,8 +11,6 @@ import re
 import shutil
 import signal
 import statistics
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -39,6 +37,8 @@ from test_precision import (
 )
 from test_resume_ranks import newest_step, tensors
 from test_solutions_1_to_3 import (
+    assert_claimed,
+    assert_clean_and_taken_back,
     checks_left_out,
     exercises,
     flat,
@@ -179,11 +179,7 @@ def test_diff_applies_and_is_shown(chapter, number, tmp_path):
         assert text.count(right) == 1
         text = text.replace(right, wrong)
     assert script.read_text() == text
-    for command in (["check"], ["format", "--check"]):
-        options = ["--config", ROOT / "pyproject.toml", script]
-        subprocess.run([sys.executable, "-m", "ruff", *command, *options], check=True)
-    subprocess.run(["git", "apply", "--reverse", str(diff)], cwd=tmp_path, check=True)
-    assert script.read_text() == (ROOT / chapter / name).read_text()
+    assert_clean_and_taken_back(diff, tmp_path, f"{chapter}/{name}")
 
 
 # --- the numbers ---
@@ -538,11 +534,7 @@ CLAIMS: dict[tuple[str, int], Callable[[], list[str]]] = {
     ],
 )
 def test_numbers(chapter, number):
-    text = section(chapter, number)
-    claims = CLAIMS[chapter, number]() if (chapter, number) in CLAIMS else []
-    missing = [claim for claim in claims if claim not in flat(text)]
-    assert missing == []
-    assert numbers_nobody_claims(text, claims) == []
+    assert_claimed(chapter, number, CLAIMS.get((chapter, number)))
 
 
 def test_a_wrong_number_is_noticed():

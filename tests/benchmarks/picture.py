@@ -39,14 +39,16 @@ SCALE = 84 / 240  # points per GiB
 DASHES = 'stroke="#c00" stroke-width="2" stroke-dasharray="5 3"'
 
 
+def attributes(more: dict[str, str]) -> str:
+    return "".join(f' {name.replace("_", "-")}="{value}"' for name, value in more.items())
+
+
 def text(x: float, y: float, content: str, size: int = 17, **more: str) -> str:
-    attributes = "".join(f' {name.replace("_", "-")}="{value}"' for name, value in more.items())
-    return f'<text x="{x:g}" y="{y:g}" font-size="{size}"{attributes}>{content}</text>'
+    return f'<text x="{x:g}" y="{y:g}" font-size="{size}"{attributes(more)}>{content}</text>'
 
 
 def rect(x: float, y: float, width: float, height: float, **more: str) -> str:
-    attributes = "".join(f' {name.replace("_", "-")}="{value}"' for name, value in more.items())
-    return f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:.2f}"{attributes}/>'
+    return f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:.2f}"{attributes(more)}/>'
 
 
 def parts_of(predicted: dict) -> dict[str, float]:
