@@ -95,7 +95,7 @@ def main() -> None:
         parameter.data = parameter.data.to(getattr(torch, args.param_dtype))
     model.to(device)  # before there is an optimizer: it holds on to what it gets
     if args.compile:
-        model.compile()  # in place: a wrapper would rename the parameters
+        model.compile()  # in place: a wrapper renames parameters
 
     # --- data ---
     # Tokenized once, then read from a cache; processes that come meanwhile wait for a file lock.

@@ -231,8 +231,10 @@ def train(run: argparse.Namespace, rank: int, device: torch.device) -> dict[str,
         for block, after in itertools.pairwise(blocks):
             block.set_modules_to_forward_prefetch([after])
             after.set_modules_to_backward_prefetch([block])
-        for block in blocks if compiled else ():
-            block.forward = torch.compile(block.forward)
+        if compiled:
+            for block in blocks:
+                block.forward = torch.compile(block.forward)
+            model.loss_function = torch.compile(model.loss_function)
 
     # --- data ---
     train_data, _ = load_blocks(run, tokenizer, run.seq_length)

@@ -216,9 +216,9 @@ def main() -> None:
             module.to(device)
             model._init_weights(module)
     if args.compile:
-        for block in blocks:
-            compiled = torch.compile(block.forward)  # without the hooks that gather its weights
-            block.forward = compiled  # in place: a wrapper would rename the parameters
+        for block in blocks:  # without the hooks that gather its weights
+            block.forward = torch.compile(block.forward)  # in place: a wrapper renames parameters
+        model.loss_function = torch.compile(model.loss_function)  # reads all logits several times
     # All ranks begin with the same weights, and every backward pass averages the gradients.
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     if args.pretrained:

@@ -49,6 +49,8 @@ def build(variant: str) -> nn.Module:
     if "per block" in variant:
         for block in model.model.transformer.h:
             block.compile()
+        if "and the loss" in variant:
+            model.model.loss_function = torch.compile(model.model.loss_function)
     elif "eager" not in variant:
         model.compile()
     return model
@@ -107,6 +109,7 @@ VARIANTS = (
     "transformers, no mask",
     "transformers, no mask, own loss",
     "transformers, per block",
+    "transformers, no mask, per block and the loss",
 )
 
 

@@ -110,8 +110,17 @@ SIZES = {
 RECOMPUTE = "--activation-checkpointing selective"
 ON_CPU = {"01-single-gpu": [1], "02-ddp": [1, 2]}
 ON_GPUS = {"01-single-gpu": [1], "02-ddp": [1, 2, 4, 8]}
-BF16 = {BASELINE: [1, 2, 4, 8], "05-mixed-precision": [1, 2, 4, 8]}
-ONE = {BASELINE: [1], "05-mixed-precision": [1]}
+NUMBERS = [1, 2, 4, 8]
+
+
+def beside_the_bare_loop(numbers: list[int], batch: int) -> list[dict]:
+    """Return the bare loop and chapter 5, which reads its data in two processes of their own."""
+    args = f"{GPT2} --precision bf16"
+    rows = scaling({BASELINE: numbers}, args, batch)
+    rows += scaling({"05-mixed-precision": numbers}, f"{args} --num-workers 2", batch)
+    return against("baseline on 1", rows)
+
+
 CPU_ROWS = scaling({BASELINE: [1]}, "-m gpt2-tiny -s 128 -b 8 --precision tf32 --log-freq 10", 24)
 CPU_ROWS += scaling({"01-single-gpu": [1]}, "--log-freq 10", 24)
 CPU_ROWS += scaling({"02-ddp": [2]}, "--log-freq 10", 12)
@@ -123,17 +132,9 @@ SETS = {
     "fsdp-cpu": (scaling({"03-multi-node": [2], "04-fsdp": [2]}, "--log-freq 10", 24), 90, 30),
     "nodes-gpu": (scaling({"02-ddp": [4], "03-multi-node": [4]}, GPT2, 64), 40, 15),
     "ddp-gpu-accumulation": (scaling({"02-ddp": [1, 2, 4, 8]}, GPT2, 256), 20, 10),
-    "gpt2-bf16": (against("baseline on 1", scaling(ONE, f"{GPT2} --precision bf16", 64)), 60, 20),
-    "gpt2-bf16-scaling": (
-        against("baseline on 1", scaling(BF16, f"{GPT2} --precision bf16", 64)),
-        60,
-        20,
-    ),
-    "gpt2-bf16-accumulation": (
-        against("baseline on 1", scaling(BF16, f"{GPT2} --precision bf16", 256)),
-        30,
-        10,
-    ),
+    "gpt2-bf16": (beside_the_bare_loop([1], 64), 60, 20),
+    "gpt2-bf16-scaling": (beside_the_bare_loop(NUMBERS, 64), 60, 20),
+    "gpt2-bf16-accumulation": (beside_the_bare_loop(NUMBERS, 256), 30, 10),
     "length": (lengths("gpt2", "--precision bf16", "n_positions"), 12, 4),
     "length-llama": (
         lengths("llama-3.1-8b", RECOMPUTE, "max_position_embeddings", num_hidden_layers=4),
