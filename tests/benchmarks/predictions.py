@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from unittest import mock
 
-from fsdp import DDP, REPOSITORY, SHAPE
+from fsdp import DDP, MIXED, REPOSITORY, SHAPE
 from machine import RESULTS, write_result
 from runner import load_script
 
@@ -49,6 +49,9 @@ def options_of(row: dict) -> tuple[str, int | None, object]:
         same = ("reshard_after_forward", "reduce_every_backward", "prefetch", "hsdp", "cpu_offload")
         given = {key: getattr(args, key) for key in (*same, "activation_checkpointing")}
         given["sharding"] = "fsdp"
+    if row["chapter"] == MIXED:
+        # fp16 has as many bytes as bf16, and what fp8 multiplies is kept in bf16.
+        given["precision"] = "bf16" if args.precision in (None, "fp16", "fp8") else args.precision
     given |= {"batch_size": batch_size, "accumulation": accumulation}
     given |= {"gpus": row["gpus"], "gpus_per_node": row["gpus"] // (row.get("nodes") or 1)}
     seq_length = models.check_sizes(models.load_config(name), (), args.seq_length)

@@ -715,63 +715,28 @@ def fsdp_gpt2(found) -> list[str]:
     return rows
 
 
-@table(result("fsdp_largest"), result("predictions"))
-def fsdp_largest(found, predictions) -> list[str]:
+@table(result("fsdp_largest"), result("fsdp_largest_8"), result("predictions"))
+def fsdp_largest(found, on_8, predictions) -> list[str]:
     rows = [
         "| strategy | GPUs | most blocks that trained | predicted | parameters, billions "
         "| peak, GiB |",
         "|---|---:|---:|---:|---:|---:|",
     ]
-    for row in sorted(found["rows"], key=lambda row: row["gpus"]):
-        peak = measured_peak(row)
-        if peak is None:
+    for row in [*found["rows"], *on_8["rows"]]:
+        failed = [t["blocks"] for t in row["tries"] if t.get("peak_mem_gib", 0) is None]
+        if not row["blocks"]:
+            cells = [row["gpus"], f"fewer than {min(failed)}", row["predicted"], "", ""]
+            rows.append(f"| {row['strategy']} | {' | '.join(map(str, cells))} |")
             continue
-        expected = predictions["fsdp_largest"].get(row["label"], {})
+        file = "fsdp_largest_8" if row in on_8["rows"] else "fsdp_largest"
+        expected = predictions[file].get(row["label"], {})
         billions = f"{expected['parameters'] / 1e9:.1f}" if expected else ""
-        failed = any("peak_mem_gib" in t and t["peak_mem_gib"] is None for t in row["tries"])
         blocks = f"{row['blocks']}" if failed else f"{row['blocks']} or more"
         rows.append(
             f"| {row['strategy']} | {row['gpus']} | {blocks} | {row['predicted']} | "
-            f"{billions} | {peak:.1f} |"
+            f"{billions} | {measured_peak(row):.1f} |"
         )
-    order = list(dict.fromkeys(row["strategy"] for row in found["rows"]))
-    return rows[:2] + sorted(rows[2:], key=lambda row: order.index(row.split(" | ")[0][2:]))
-
-
-def fsdp_checkpoint(found) -> list[str]:
-    """Return a row for each way to save; "during" are steps that begin while it is written."""
-    rows = [
-        "| checkpoint | training stands still, s | complete after, s | ms per step before "
-        "| during the write | after it |",
-        "|---|---:|---:|---:|---:|---:|",
-    ]
-    for row in found["rows"]:
-        if not measured_runs(row):
-            continue
-        run = measured_runs(row)[0]
-        words = row["command"].split()
-        every = int(words[words.index("--ckpt-freq") + 1])
-        saves = [call for call in run["saves"] if call["what"] == "save"]
-        writes = [call for call in run["saves"] if call["what"] == "write"]
-        before, during, after = run["total_ms"][row["warm_up"] : every], [], []
-        complete = []
-        for number_of_save, save in enumerate(saves):
-            now = save["at"] + save["seconds"]
-            ends = [w["at"] + w["seconds"] for w in writes if w["at"] >= save["at"]]
-            end = min(ends, default=now)
-            complete.append(end - save["at"])
-            first = every * (number_of_save + 1)
-            for ms in run["total_ms"][first : first + every]:
-                (during if now < end else after).append(ms)
-                now += ms / 1000
-        cells = [number([save["seconds"] for save in saves], 2), number(complete, 2)]
-        cells += [spread(times, 0) if times else "" for times in (before, during, after)]
-        rows.append(f"| {row['label']} | {' | '.join(cells)} |")
     return rows
-
-
-if (REPOSITORY / result("fsdp_checkpoint")).exists():
-    table(result("fsdp_checkpoint"))(fsdp_checkpoint)
 
 
 @table(result("sharding_2"), result("sharding_4"))
@@ -881,6 +846,11 @@ def comparison_cpu(found) -> list[str]:
 
 @table(result("comparison_gpu"))
 def comparison_gpu(found) -> list[str]:
+    return comparison(found)
+
+
+@table(result("comparison_gpu_2"))
+def comparison_gpu_2(found) -> list[str]:
     return comparison(found)
 
 
