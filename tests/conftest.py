@@ -17,7 +17,7 @@ import socket  # noqa: E402
 import subprocess  # noqa: E402
 import sys  # noqa: E402
 import time  # noqa: E402
-from collections.abc import Callable  # noqa: E402
+from collections.abc import Callable, Iterable  # noqa: E402
 from pathlib import Path  # noqa: E402
 
 import pytest  # noqa: E402
@@ -37,9 +37,10 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     With pytest-xdist a process gets whole files, whose tests share what fixtures have started. One
     gets all those with a cluster. What takes longest begins first.
     """
+    longest = ("test_labs", "test_pages")
     on_cluster = {item.path for item in items if item.get_closest_marker("slurm")}
     if "PYTEST_XDIST_WORKER" in os.environ:
-        items.sort(key=lambda item: (item.path not in on_cluster, item.path.stem != "test_pages"))
+        items.sort(key=lambda item: (item.path not in on_cluster, item.path.stem not in longest))
         for item in items:
             name = "cluster" if item.path in on_cluster else item.path.name
             item.add_marker(pytest.mark.xdist_group(name))
@@ -58,10 +59,13 @@ def launch_file(chapter: str) -> Path:
     return found
 
 
-def first_then_slow(chapters: list[str]) -> list:
-    """Return chapters to parametrize a test with; all but the first are left to `make test-all`."""
-    first, *others = chapters
-    return [first, *(pytest.param(chapter, marks=pytest.mark.slow) for chapter in others)]
+def first_then_slow(values: Iterable[object]) -> list:
+    """Return chapters, or other values, to parametrize a test with.
+
+    All but the first are left to `make test-all`. A tuple has a value for each parameter.
+    """
+    first, *others = (value if isinstance(value, tuple) else (value,) for value in values)
+    return [pytest.param(*first), *(pytest.param(*each, marks=pytest.mark.slow) for each in others)]
 
 
 def float32(chapter: str) -> tuple[str, ...]:

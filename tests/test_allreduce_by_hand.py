@@ -63,6 +63,7 @@ def test_the_recorded_output_is_of_this_form():
     check_table(recorded.split("\n", 2)[2], 4)
 
 
+@pytest.mark.slow
 def test_as_the_reader_runs_it():
     done = run_script(*TORCHRUN, 4, SCRIPT)
     assert done.returncode == 0, done.stderr

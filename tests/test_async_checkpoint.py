@@ -43,6 +43,7 @@ def start_ranks(runs: Runs, name: str, *args: object, **options: object) -> Rank
     return Ranks(2, arguments, chapter=CHAPTER, **options)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("stage", SAVE_STAGES)
 def test_after_kill_9_while_it_is_written(runs, straight, stage):
     """The rank that commits is killed in its fourth checkpoint, and the training is past it."""
@@ -148,6 +149,7 @@ def test_planted_tensors_that_train_on_are_noticed(runs, waited):
         assert_same_checkpoints(waited, found)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("args", [(), (ASYNC,)], ids=["waiting", "async"])
 def test_a_full_disk_of_one_rank(runs, straight, args, rank):
@@ -164,6 +166,7 @@ def test_a_full_disk_of_one_rank(runs, straight, args, rank):
     assert_exact(straight, runs.folder / name)
 
 
+@pytest.mark.slow
 def test_stopped_by_a_signal(runs, straight):
     """The checkpoint of the stop is complete before the run says so."""
     statuses = runs.start(CHAPTER, "stopped", ASYNC, signals=([], [USR1]))
@@ -176,6 +179,7 @@ def do_not_wait() -> None:
     async_checkpoint.AsyncCheckpoints.finish = lambda self: None
 
 
+@pytest.mark.slow
 def test_planted_end_that_does_not_wait_is_noticed(runs):
     """The process group ends before the checkpoint is complete."""
     run_dir = run_slowly(runs, "not-waited", ASYNC, also=do_not_wait)

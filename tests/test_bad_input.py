@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, load_script, read_metrics, run_script, wait_for_file
+from conftest import ROOT, first_then_slow, load_script, read_metrics, run_script, wait_for_file
 from filelock import FileLock
 from runner import Ranks, finish, start
 from transformers import CONFIG_MAPPING
@@ -85,6 +85,7 @@ def test_state_json_is_gone(train, refuse, corpus, tmp_path):
     assert "has checkpoints and no state.json" in refuse("-d", corpus, *SMALL)
 
 
+@pytest.mark.slow
 def test_text_that_is_not_utf_8_is_pointed_out(corpus, tmp_path):
     path = tmp_path / "latin.txt"
     path.write_bytes("Stra\xdfe und B\xe4ume. ".encode("latin-1") * 500)
@@ -93,6 +94,7 @@ def test_text_that_is_not_utf_8_is_pointed_out(corpus, tmp_path):
     assert done.returncode == 0 and f"{path} is not UTF-8" in done.stderr
 
 
+@pytest.mark.slow
 def test_a_full_disk_outside_a_checkpoint(corpus, tmp_path):
     """One sentence, although wandb cannot end its run either."""
     hook = tmp_path / "hook"
@@ -324,16 +326,20 @@ def test_arguments_from_a_file(monkeypatch, tmp_path):
     ("args", "named"),
     [
         (("-m", "llama-tiny"), "model gpt2-"),
-        (("-m", "4-heads", "--tokenizer-name", "gpt2-tiny"), "model gpt2-"),
-        (("-s", 16), "seq_length 32, not 16"),
-        (("--global-batch-size", 12), "global_batch_size 6, not 12"),
-        (("--max-steps", 8), "total_steps 4, not 8"),
-        (("--lr", 1e-3), "lr 0.0078125, not 0.001"),
-        (("--seed", 1), "seed 0, not 1"),
-        (("--warmup-steps", 3), "warmup_steps 1, not 3"),
-        (("--param-dtype", "bfloat16"), "param_dtype float32, not bfloat16"),
-        (("--max-grad-norm", 2), "max_grad_norm 1.0, not 2.0"),
-        (("--weight-decay", 0), "weight_decay 0.1, not 0.0"),
+        *first_then_slow(
+            [
+                (("-s", 16), "seq_length 32, not 16"),
+                (("-m", "4-heads", "--tokenizer-name", "gpt2-tiny"), "model gpt2-"),
+                (("--global-batch-size", 12), "global_batch_size 6, not 12"),
+                (("--max-steps", 8), "total_steps 4, not 8"),
+                (("--lr", 1e-3), "lr 0.0078125, not 0.001"),
+                (("--seed", 1), "seed 0, not 1"),
+                (("--warmup-steps", 3), "warmup_steps 1, not 3"),
+                (("--param-dtype", "bfloat16"), "param_dtype float32, not bfloat16"),
+                (("--max-grad-norm", 2), "max_grad_norm 1.0, not 2.0"),
+                (("--weight-decay", 0), "weight_decay 0.1, not 0.0"),
+            ]
+        ),
     ],
 )
 def test_resume_with_another_training(train, refuse, corpus, tmp_path, args, named):
@@ -411,6 +417,7 @@ def test_checkpoints_are_gone(train, refuse, corpus, tmp_path):
     assert "The checkpoints of" in refuse("-d", corpus, *SMALL)
 
 
+@pytest.mark.slow
 def test_a_second_process_in_the_same_run(corpus, tmp_path):
     args = ["-d", corpus, "-s", 32, "--global-batch-size", 6, "--max-steps", 3000]
     args += ["--save-dir", tmp_path, "-e", "run"]
@@ -464,6 +471,7 @@ def test_a_full_disk(corpus, tmp_path, small_disk):
     assert "resumed after step 4 of 6" in (tmp_path / "stderr").read_text()
 
 
+@pytest.mark.slow
 def test_a_complete_run_says_so(corpus, tmp_path):
     args = (SCRIPT, "-d", corpus, *SMALL, "--save-dir", tmp_path, "-e", "run")
     assert run_script(*args).returncode == 0
@@ -474,6 +482,7 @@ def test_a_complete_run_says_so(corpus, tmp_path):
     assert listing(tmp_path) == before
 
 
+@pytest.mark.slow
 def test_the_whole_command_leaves_with_status_2(tmp_path):
     done = run_script(SCRIPT, "-s", 1000, "--save-dir", tmp_path)
     assert done.returncode == 2 and "Traceback" not in done.stderr
@@ -529,6 +538,7 @@ def test_a_folder_that_the_nodes_do_not_share(corpus, tmp_path):
     assert parts == {("0", "__0_0.distcp"), ("1", "__1_0.distcp")}, "neither folder has all"
 
 
+@pytest.mark.slow
 def test_data_that_is_not_the_same_on_all_nodes(corpus, tmp_path):
     """The planted bug does not compare: each rank trains on another text, and nobody notices."""
     args = ("-d", "corpus.json", "--save-dir", tmp_path / "outputs")

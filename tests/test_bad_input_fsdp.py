@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import safetensors
 import torch
-from conftest import ROOT, read_metrics
+from conftest import ROOT, first_then_slow, read_metrics
 from runner import Ranks, finish, start
 from safetensors.torch import load_file, save_file
 from test_bad_input import listing
@@ -171,10 +171,12 @@ def shares(weights: dict[str, torch.Tensor], world_size: int) -> list[int]:
 
 @pytest.mark.parametrize(
     ("model", "world_size"),
-    [
-        *(("gpt2", 1), ("gpt2", 2), ("gpt2", 3), ("llama", 2), ("llama", 3)),
-        *(("gpt2-old", 2), ("gpt2-float16", 3), ("llama-bfloat16", 2)),
-    ],
+    first_then_slow(
+        [
+            *(("gpt2", 2), ("gpt2", 1), ("gpt2", 3), ("llama", 2), ("llama", 3)),
+            *(("gpt2-old", 2), ("gpt2-float16", 3), ("llama-bfloat16", 2)),
+        ]
+    ),
 )
 def test_each_rank_reads_its_part_and_the_losses_are_chapter_1s(hub, tmp_path, model, world_size):
     notes = tmp_path / f"{model}-{world_size}"
@@ -196,6 +198,7 @@ def test_weights_of_its_own_make_a_difference(hub):
     assert scratch[0] != pytest.approx(hub.losses("gpt2")[0][0], rel=1e-4)
 
 
+@pytest.mark.slow
 def test_planted_rank_that_reads_all(hub, tmp_path):
     """Two ranks read the model twice; and as nobody keeps a part of it, the losses are off."""
     read = train_pretrained(hub, "gpt2", 2, tmp_path / "all", plant=read_whole_tensors)
@@ -247,12 +250,13 @@ def refuse(hub, tmp_path) -> Callable[..., str]:
     return run
 
 
-@pytest.mark.parametrize("local_ranks", [(0,), (0, 1)])
+@pytest.mark.parametrize("local_ranks", [(0,), pytest.param((0, 1), marks=pytest.mark.slow)])
 def test_hsdp_on_one_node(refuse, local_ranks):
     sentence = refuse("--hsdp", local_ranks=local_ranks)
     assert sentence == "--hsdp replicates over nodes and there is one: leave it out."
 
 
+@pytest.mark.slow
 def test_hsdp_on_nodes_of_different_size(refuse):
     sentence = refuse("--hsdp", local_ranks=(0, 1, 0))
     assert sentence == (
@@ -298,7 +302,7 @@ def test_weights_whose_index_names_a_file_that_is_missing(refuse, broken):
     assert sentence == f"The folder {broken} has no {name}, which its index names."
 
 
-@pytest.mark.parametrize("text", ["", "[]", "{}", '{"weight_map": 3}'])
+@pytest.mark.parametrize("text", first_then_slow(["", "[]", "{}", '{"weight_map": 3}']))
 def test_weights_with_a_damaged_index(refuse, broken, text):
     (broken / INDEX).write_text(text)
     assert f"{broken / INDEX} is damaged" in refuse("--pretrained", model=broken)
@@ -345,7 +349,9 @@ def test_weights_of_the_hub_out_of_reach(monkeypatch):
         shards.load_shards(torch.nn.Linear(1, 1), "some/model")
 
 
-@pytest.mark.parametrize("size", [0, 5, 300, -1], ids=["empty", "no header", "header", "last byte"])
+@pytest.mark.parametrize(
+    "size", first_then_slow([-1, 0, 5, 300]), ids=["last byte", "empty", "no header", "header"]
+)
 def test_weights_in_a_truncated_file(refuse, broken, size):
     path = broken / file_of(broken, EMBEDDING)
     os.truncate(path, size if size >= 0 else path.stat().st_size - 1)
@@ -365,6 +371,7 @@ def test_unknown_choice(refuse):
     assert "argument --activation-checkpointing: invalid choice: 'some' (choose from" in sentence
 
 
+@pytest.mark.slow
 def test_zero1_is_accepted(hub):
     stderr = hub.folder / "zero1.stderr"
     options = {"chapter": CHAPTER, "stderr_file": [str(stderr), os.devnull]}
@@ -373,6 +380,7 @@ def test_zero1_is_accepted(hub):
     assert len(losses(hub.folder / "zero1")[0]) == 4
 
 
+@pytest.mark.slow
 def test_under_the_launch_file_rank_0_alone_speaks(hub, tmp_path):
     """torchrun ends the other rank; its own status is 1."""
     words = ["bash", ROOT / CHAPTER / "launch.sh", *hub.flags("gpt2", "launched"), "--hsdp"]

@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from conftest import ROOT, load_script
+from conftest import ROOT, first_then_slow, load_script
 from runner import Ranks
 from test_bad_input import listing
 from test_bad_input_fsdp import say_it_soon
@@ -86,11 +86,13 @@ CANNOT = (
 
 @pytest.mark.parametrize(
     ("args", "name", "dtype"),
-    [
-        ((), "bf16", torch.bfloat16),
-        (("--precision", "bf16"), "bf16", torch.bfloat16),
-        (("--precision", "fp16"), "fp16", torch.float16),
-    ],
+    first_then_slow(
+        [
+            ((), "bf16", torch.bfloat16),
+            (("--precision", "bf16"), "bf16", torch.bfloat16),
+            (("--precision", "fp16"), "fp16", torch.float16),
+        ]
+    ),
     ids=["default", "bf16", "fp16"],
 )
 def test_a_device_that_cannot_multiply_in_it(refuse, args, name, dtype):

@@ -464,7 +464,8 @@ def test_first_losses_on_a_gpu_agree_with_the_cpu(tmp_path, head):
         metrics = read_metrics(tmp_path / device)
         found[device] = [line["loss"] for line in metrics] + [metrics[-1]["eval_loss"]]
         assert (tmp_path / device / "test_report.json").exists()
-    assert len(found["gpu"]) == 7 and found["gpu"] == pytest.approx(found["cpu"], rel=1e-3)
+    # TF32 has 3 digits, and with each step the weights are further apart.
+    assert len(found["gpu"]) == 7 and found["gpu"] == pytest.approx(found["cpu"], rel=3e-3)
 
 
 @pytest.mark.multi_gpu
@@ -644,6 +645,7 @@ def test_bad_names_and_prompts(tmp_path):
             encode(splits, classes, tokenizer, 32, prompt)
 
 
+@pytest.mark.slow
 def test_a_run_is_not_overwritten_and_a_preset_has_no_weights(runs):
     args = (SCRIPT, *ARGS, "-d", runs.folder / "data", "--save-dir", runs.folder)
     before = (runs.folder / "linear-1/metrics.jsonl").read_bytes()
@@ -730,6 +732,7 @@ def test_what_the_old_launcher_adds_is_refused(monkeypatch, capsys):
     assert "unrecognized arguments: --local-rank=0" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_launch_file_works_from_anywhere(runs, tmp_path):
     command = ["bash", str(ROOT / "02-ddp/launch_classifier.sh"), "--model-name", "gpt2-tiny"]
     command += ["--num-epochs", "1", "--batch-size", "4", "-d", str(runs.folder / "data")]

@@ -10,7 +10,7 @@ import sys
 import pytest
 import torch
 import torch.distributed.checkpoint
-from conftest import ROOT
+from conftest import ROOT, first_then_slow
 from runner import load_script
 from test_parity import plant
 from test_resume import make_flags
@@ -86,7 +86,7 @@ def test_a_restored_run_goes_on_to_the_last_bit(run, tmp_path):
     assert run("resumed") == straight
 
 
-@pytest.mark.parametrize("what", ["rng", "moments", "schedule"])
+@pytest.mark.parametrize("what", first_then_slow(["rng", "moments", "schedule"]))
 def test_what_is_not_restored_is_seen(run, tmp_path, monkeypatch, capsys, what):
     straight = run("straight")
     run("resumed")

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ROOT, load_script, random_texts, read_metrics
+from conftest import ROOT, first_then_slow, load_script, random_texts, read_metrics
 from runner import ask_ranks, finish, place_of, start
 from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.models import WordLevel
@@ -110,7 +110,7 @@ def score_the_overlap_twice(script) -> None:
     script.find_windows = wrong
 
 
-@pytest.mark.parametrize("stride", [1, 5, 31])
+@pytest.mark.parametrize("stride", first_then_slow([1, 5, 31]))
 def test_each_token_has_its_context_and_counts_once(stride, evaluate, saved):
     trained = runs.load_trained(str(saved / "gpt2"), "gpt2-tiny", None, None)
     tokens = tokens_of(saved, "evaluation")
@@ -202,7 +202,7 @@ def evaluate_ranks(rank: int, jobs: list[tuple], world_size: int, queue) -> None
     queue.put((rank, len(jobs)))
 
 
-@pytest.mark.parametrize("world_size", [2, 3])
+@pytest.mark.parametrize("world_size", first_then_slow([2, 3]))
 def test_ranks_give_the_same_number(world_size, evaluate, saved, tmp_path):
     expected = evaluate("gpt2", "--stride", 20)
     stores, jobs, outputs = [], [], []

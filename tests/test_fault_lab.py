@@ -69,6 +69,7 @@ def test_crash(lab):
     assert "0| The other ranks are gone or out of reach (" in text
 
 
+@pytest.mark.slow
 def test_skipped_collective(lab):
     text = lab("skipped-collective")["skipped-collective"]
     (hangs, checked) = ends(text)
@@ -230,6 +231,7 @@ def test_out_of_memory(lab, train):
 # --- mended ---
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("fault", SAME_SCRIPT)
 def test_mended_by_the_script_as_it_is(lab, fault):
     text = lab(*SAME_SCRIPT, fixed=True)[fault]
@@ -308,6 +310,7 @@ def test_list_has_every_fault():
         assert f"fault_lab.py {fault}\n" in page, "the page has a section on each"
 
 
+@pytest.mark.slow
 def test_bad_input(tmp_path):
     done = run_script(LAB, "flood")
     assert done.returncode == 2 and "There is no fault flood: give list, or one of" in done.stderr
@@ -317,6 +320,7 @@ def test_bad_input(tmp_path):
     assert (tmp_path / "file").read_text() == "mine"
 
 
+@pytest.mark.slow
 def test_nothing_is_overwritten(call, tmp_path):
     (tmp_path / "shapes-1").mkdir()
     (tmp_path / "shapes-1/mine").write_text("mine")

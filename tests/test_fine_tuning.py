@@ -13,7 +13,7 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 import torch
-from conftest import CHAPTERS, ROOT, float32, load_script, read_metrics
+from conftest import CHAPTERS, ROOT, first_then_slow, float32, load_script, read_metrics
 from runner import finish, start
 from test_parity import Ladder, Run, assert_parity
 from transformers import AutoModelForCausalLM, DataCollatorForLanguageModeling
@@ -47,17 +47,17 @@ def own_weights(folder: Path) -> Path:
     return folder
 
 
-PLACES = [(chapter, world_size) for chapter in CHAPTERS[1:] for world_size in (1, 2)]
+PLACES = [(chapter, world_size) for chapter in CHAPTERS[1:] for world_size in (2, 1)]
 
 
 class FineTuning:
-    """A folder of weights, chapter 1's training from it, and all others', by chapter and ranks."""
+    """A folder of weights, chapter 1's training from it, and others', by chapter and ranks."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, places: set[tuple[str, int]]) -> None:
         model = own_weights(folder / "model")
         self.runs = {
             (chapter, n): Run(chapter, n, ("-m", model, "--pretrained", "-b", 4, *float32(chapter)))
-            for chapter, n in PLACES
+            for chapter, n in sorted(places)
         }
         # The planted bug: the ranks draw their weights, and do not read the folder.
         self.drawn = Run("02-ddp", 2, ("-m", model, "-b", 4))
@@ -68,11 +68,15 @@ class FineTuning:
 
 
 @pytest.fixture(scope="module")
-def fine_tuning(tmp_path_factory) -> FineTuning:
-    return FineTuning(tmp_path_factory.mktemp("tuned"))
+def fine_tuning(request, tmp_path_factory) -> FineTuning:
+    """With the places that are parameters of tests that were chosen to run."""
+    items = [i for i in request.session.items if i.path == request.path and hasattr(i, "callspec")]
+    chosen = [item.callspec.params for item in items if "world_size" in item.callspec.params]
+    places = {(params["chapter"], params["world_size"]) for params in chosen}
+    return FineTuning(tmp_path_factory.mktemp("tuned"), places)
 
 
-@pytest.mark.parametrize(("chapter", "world_size"), PLACES)
+@pytest.mark.parametrize(("chapter", "world_size"), first_then_slow(PLACES))
 def test_same_losses_from_the_same_weights(fine_tuning, chapter, world_size):
     ladder = fine_tuning.ladder
     found = ladder.run(fine_tuning.runs[chapter, world_size])
@@ -246,10 +250,12 @@ def check_labels(found: dict[str, dict[str, float]]) -> None:
     assert right["shown_loss"] > 0.8 * right["text_loss"]
 
 
+@pytest.mark.slow
 def test_what_wrong_labels_do(labelled):
     check_labels(labelled)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("swapped", [(0, 1), (0, 2), (1, 2)])
 def test_planted_labels_are_noticed(labelled, swapped):
     names = list(packing.LABELS)

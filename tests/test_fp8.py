@@ -235,9 +235,7 @@ class Trained:
         return [line["loss"] for line in read_metrics(self.folder / name)]
 
 
-@pytest.fixture(
-    scope="module", params=["gpt2-tiny", pytest.param("llama-tiny", marks=pytest.mark.slow)]
-)
+@pytest.fixture(scope="module", params=["gpt2-tiny", "llama-tiny"])
 def trained(request, tmp_path_factory) -> Trained:
     return Trained(tmp_path_factory.mktemp("fp8"), request.param)
 
@@ -248,15 +246,18 @@ def assert_near_but_other(found: list[float], right: list[float]) -> None:
     assert all(one != other for one, other in zip(found, right, strict=True)), "it is bfloat16"
 
 
+@pytest.mark.slow
 def test_trains_like_bfloat16(trained):
     assert_near_but_other(trained.losses("fp8"), trained.losses("bf16"))
 
 
+@pytest.mark.slow
 def test_planted_layers_as_they_were_are_noticed(trained):
     with pytest.raises(AssertionError, match="it is bfloat16"):
         assert_near_but_other(trained.losses("bug"), trained.losses("bf16"))
 
 
+@pytest.mark.slow
 def test_checkpoints_have_the_names_and_types_of_others(trained):
     """float32, under the names that every chapter knows."""
     kinds = [
@@ -267,11 +268,13 @@ def test_checkpoints_have_the_names_and_types_of_others(trained):
     assert {dtype for dtype, _ in kinds[0].values()} == {torch.float32}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["full", "selective"])
 def test_recomputed_activations_change_nothing(trained, way):
     assert trained.losses(way) == trained.losses("fp8")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("chapter", LATER)
 def test_goes_on_in_another_chapter(trained, chapter):
     """In float32 the losses are others, if near; with fp8 they are the same bit by bit."""

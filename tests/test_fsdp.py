@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, first_then_slow
 from test_parity import (
     BUGS,
     Ladder,
@@ -53,7 +53,7 @@ def singles_and_pairs() -> list[object]:
     """Return the runs on 2 ranks of each option alone, and of pairs, which are slow together."""
     params = []
     for name, args in OPTIONS.items():
-        marks = [pytest.mark.slow] if name == "compile" else []
+        marks = [] if name in ("whole", "offload") else [pytest.mark.slow]
         params.append(pytest.param(Run(CHAPTER, 2, args), marks=marks, id=name))
     for pair in combinations(OPTIONS, 2):
         if set(pair) & {"zero1", "prefetch-2"} or set(pair) in UNPAIRED:
@@ -126,8 +126,10 @@ FSDP_BUGS = {
     ),
 }
 
+QUICK = ("a block's gradients never averaged", "weights not tied")
 
-@pytest.mark.parametrize(("red", "run"), planted(CHAPTER, 2, FSDP_BUGS))
+
+@pytest.mark.parametrize(("red", "run"), planted(CHAPTER, 2, FSDP_BUGS, QUICK))
 def test_planted_bug_is_noticed(ladder, red, run):
     assert_noticed(ladder, red, run)
 
@@ -224,9 +226,12 @@ def calls(ladder: Ladder, run: Run, rank: int = 1) -> dict:
     return json.loads(Path(ladder.notes(run)[rank]).read_text().splitlines()[3])
 
 
-def named(cases: list[tuple]) -> list[object]:
-    """Return the parameters of cases that begin with their names."""
-    return [pytest.param(*values, id=name) for name, *values in cases]
+def named(cases: list[tuple], *quick: str) -> list[object]:
+    """Return the parameters of cases that begin with their names; all but these are slow."""
+    return [
+        pytest.param(*values, marks=[] if name in quick else [pytest.mark.slow], id=name)
+        for name, *values in cases
+    ]
 
 
 REDUCTIONS = [
@@ -237,7 +242,9 @@ REDUCTIONS = [
 ]
 
 
-@pytest.mark.parametrize(("count", "run"), named(REDUCTIONS))
+@pytest.mark.parametrize(
+    ("count", "run"), named(REDUCTIONS, "at once", "accumulated", "bug: always")
+)
 def test_gradients_are_reduced_once_per_step(ladder, count, run):
     """Of two blocks and the rest, in the last of three backward passes or in each of them.
 
@@ -255,7 +262,7 @@ GATHERS = [
 ]
 
 
-@pytest.mark.parametrize(("count", "run"), named(GATHERS))
+@pytest.mark.parametrize(("count", "run"), named(GATHERS, "twice", "once", "bug: never"))
 def test_blocks_are_gathered_twice_per_step_or_once(ladder, count, run):
     """Each of two blocks; the rest stays between the forward and the backward pass either way."""
     assert calls(ladder, run)["foreach_all_gather"] == count
@@ -289,13 +296,14 @@ RECOMPUTED = [
 ]
 
 
-@pytest.mark.parametrize(("counts", "run"), named(RECOMPUTED))
+@pytest.mark.parametrize(("counts", "run"), named(RECOMPUTED, "none", "full", "selective"))
 def test_activations_are_recomputed(ladder, counts, run):
     """Products (8 forward), activations and attention of a step; bugs show in these alone."""
     found = calls(ladder, run)
     assert {name: found[name] for name in counts} == counts
 
 
+@pytest.mark.slow
 def test_as_many_blocks_are_gathered_ahead_as_asked(ladder):
     config = json.loads((ROOT / "common/presets/gpt2-tiny/config.json").read_text())
     (ladder.folder / "deep").mkdir()
@@ -332,7 +340,9 @@ def assert_sharded(ladder: Ladder, run: Run) -> None:
     assert sum(facts["held"][0] for facts in found) == whole
 
 
-@pytest.mark.parametrize("run", [noted("-b", 24), noted("-b", 24, world_size=3)], ids=["2", "3"])
+@pytest.mark.parametrize(
+    "run", first_then_slow([noted("-b", 24), noted("-b", 24, world_size=3)]), ids=["2", "3"]
+)
 def test_each_rank_holds_its_part(ladder, run):
     assert_sharded(ladder, run)
 
@@ -343,7 +353,7 @@ WHOLE = [
 ]
 
 
-@pytest.mark.parametrize(("red", "run"), named(WHOLE))
+@pytest.mark.parametrize(("red", "run"), named(WHOLE, "replicated"))
 def test_a_rank_that_holds_more_is_noticed(ladder, red, run):
     with pytest.raises(AssertionError, match=f"^{red}"):
         assert_sharded(ladder, run)

@@ -1,4 +1,4 @@
-"""--compile compiles each block of chapter 4, whether it recomputes or not."""
+"""--compile compiles each block of chapter 4, whether it recomputes or not, and the loss."""
 
 import pytest
 import torch
@@ -7,10 +7,11 @@ from test_parity import plant
 from common.launch import ALONE
 
 # Compiled with the hooks that gather its weights, a block that recomputes is left as it was.
-WITH_HOOKS = [
-    ("            compiled = torch.compile(block.forward)", "            compiled = block.forward"),
-    ("            block.forward = compiled", "            block.compile()"),
-]
+WITH_HOOKS = (
+    "            block.forward = torch.compile(block.forward)",
+    "            block.compile()",
+)
+LOSS = ("        model.loss_function = torch.compile(model.loss_function)", "        pass")
 
 
 def graphs(train, monkeypatch, chapter: str, mode: str) -> int:
@@ -26,12 +27,17 @@ def graphs(train, monkeypatch, chapter: str, mode: str) -> int:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
-def test_blocks_are_compiled(train, monkeypatch, corpus, mode):
-    assert graphs(train, monkeypatch, "04-fsdp", mode) >= 1
+def test_blocks_and_the_loss_are_compiled(train, monkeypatch, corpus, mode):
+    assert graphs(train, monkeypatch, "04-fsdp", mode) == 4
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("mode", ["selective", "full"])
-def test_planted_hooks_leave_a_block_uncompiled(train, monkeypatch, tmp_path, mode):
-    chapter = plant("04-fsdp", tmp_path / "chapter", WITH_HOOKS)
-    assert graphs(train, monkeypatch, str(chapter), mode) == 0
+@pytest.mark.parametrize(
+    ("planted", "left"),
+    [([WITH_HOOKS], 2), ([LOSS], 2), ([WITH_HOOKS, LOSS], 0)],
+    ids=["hooks", "loss", "both"],
+)
+def test_planted_what_is_not_compiled(train, monkeypatch, tmp_path, planted, left):
+    """Blocks alike are one graph in training and one in evaluation, and so is the loss."""
+    chapter = plant("04-fsdp", tmp_path / "chapter", planted)
+    assert graphs(train, monkeypatch, str(chapter), "full") == left

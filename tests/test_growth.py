@@ -193,7 +193,7 @@ def test_the_committed_file_is_of_todays_formulas_and_files():
     for title, each in growth_check.works().items():
         kept = found["inputs"]["works"][title]
         assert kept["work"] == pytest.approx(each["work"]), stale
-        assert kept["mfu_from"] == each["mfu_from"], stale
+        assert kept["from"] == each["from"], stale
     assert found["limits"] == growth_check.limits(cluster.bus, found["inputs"]["works"]), stale
 
 
@@ -226,6 +226,7 @@ def test_what_the_page_says_of_the_check():
     assert all(-0.07 < each["ideal_ms"] < 0.02 for each in off.values())
 
 
+@pytest.mark.slow
 def test_script_prints_what_the_file_has():
     out = run_script("05-mixed-precision/growth.py").stdout
     found = report.content(ROOT / report.result("growth"))["paper"]

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from cluster import PATIENCE_S
-from conftest import ROOT, free_port
+from conftest import ROOT, first_then_slow, free_port
 from runner import finish, start
 from test_multi_node import NODES, PAUSE, STEPS, Lab, note_samples
 from test_parity import Ladder, assert_parity, plant
@@ -106,6 +106,7 @@ def alone(ladder: Ladder) -> str:
     return ladder.alone("-m", "gpt2-tiny", "-b", 24)
 
 
+@pytest.mark.slow
 def test_two_launchers_on_one_machine_are_two_nodes(ladder, monkeypatch):
     monkeypatch.setenv("HEAD", f"localhost:{free_port()}")
     monkeypatch.setenv("NNODES", "2")
@@ -123,12 +124,14 @@ def test_two_launchers_on_one_machine_are_two_nodes(ladder, monkeypatch):
 
 @pytest.mark.parametrize(
     ("nodes", "args"),
-    [
-        (TWO_BY_TWO, ("--reduce-every-backward", "--no-reshard-after-forward")),
-        (TWO_BY_TWO, ("--cpu-offload", "--activation-checkpointing", "selective")),
-        ((0, 0), ()),
-        ((0, 1, 2, 0, 1, 2), ()),
-    ],
+    first_then_slow(
+        [
+            (TWO_BY_TWO, ("--reduce-every-backward", "--no-reshard-after-forward")),
+            (TWO_BY_TWO, ("--cpu-offload", "--activation-checkpointing", "selective")),
+            ((0, 0), ()),
+            ((0, 1, 2, 0, 1, 2), ()),
+        ]
+    ),
     ids=["2 x 2, other traffic", "2 x 2, less memory", "2 x 1", "2 x 3"],
 )
 def test_same_training_in_two_dimensions(ladder, nodes, args):
@@ -145,6 +148,10 @@ MESH = "mesh_dim_names=names, backend_override=backends)\n"
 SYNC = "model.set_requires_gradient_sync(last_backward or args.reduce_every_backward)"
 # By name: what must be red, and what is replaced in the script.
 BUGS = {
+    "never averaged over nodes": (
+        "the loss differ",
+        ('sharding = {"mesh": mesh,', 'sharding = {"mesh": mesh["shard"],'),
+    ),
     "nodes and ranks swapped": (
         "the parts are not where",
         (MESH, f"{MESH}    mesh = type(mesh)('cpu', mesh.mesh.T, mesh_dim_names=names)\n"),
@@ -153,10 +160,6 @@ BUGS = {
         "is in 4 parts",
         ("nodes_and_ranks() if args.hsdp", "nodes_and_ranks() if False"),
     ),
-    "never averaged over nodes": (
-        "the loss differ",
-        ('sharding = {"mesh": mesh,', 'sharding = {"mesh": mesh["shard"],'),
-    ),
     "a block without the second sum": (  # FSDP then gives it no gradients at all
         "the loss differ",
         (SYNC, f"{SYNC}; blocks[0].set_requires_all_reduce(False)"),
@@ -164,7 +167,7 @@ BUGS = {
 }
 
 
-@pytest.mark.parametrize("bug", BUGS)
+@pytest.mark.parametrize("bug", first_then_slow(BUGS))
 def test_planted_bug_is_noticed(ladder, tmp_path, bug):
     red, replaced = BUGS[bug]
     chapter = plant(CHAPTER, tmp_path / "chapter", [replaced])
@@ -174,6 +177,7 @@ def test_planted_bug_is_noticed(ladder, tmp_path, bug):
         assert_parity(ladder, alone(ladder), name, 4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("chapter", "nodes", "args"),
     [(CHAPTER, (0, 1), ()), (CHAPTER, TWO_BY_TWO, ("--hsdp",)), ("01-single-gpu", (0,), ())],

@@ -68,6 +68,7 @@ def test_requeued_job_starts_again_within_seconds(cluster, tmp_path):
     assert 5 < second - first < 20  # without cred_expire it is 120
 
 
+@pytest.mark.slow
 def test_urgent_job_takes_the_nodes_of_another_which_goes_on_later(cluster, tmp_path):
     notes = tmp_path / "notes"
     step = 'trap "echo TERM $(hostname) >>notes; exit" TERM; while :; do sleep 0.1; done'
@@ -251,6 +252,7 @@ def test_failed_up_shows_the_log_and_leaves_nothing_behind(machine, tmp_path, da
     assert (log, undone) == ("no way", UNDONE)
 
 
+@pytest.mark.slow
 def test_up_goes_over_what_a_crash_has_left(machine):
     before = machine.footprint()
     up, pid = machine.start_up(STAGES["network"])

@@ -10,7 +10,7 @@ from functools import partial
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ROOT, run_script
+from conftest import ROOT, first_then_slow, run_script
 from runner import ask_ranks, load_script
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -223,10 +223,12 @@ def wrong_states(memory, held) -> list[tuple]:
     return wrong
 
 
+@pytest.mark.slow
 def test_states_are_what_ranks_hold(memory, held):
     assert wrong_states(memory, held) == []
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("function", "planted", "found"),
     [
@@ -241,6 +243,7 @@ def test_wrong_pieces_are_noticed(memory, held, monkeypatch, function, planted, 
     assert {sharding for _, _, sharding, _ in wrong_states(memory, held)} == {found}
 
 
+@pytest.mark.slow
 def test_an_embedding_counted_twice_is_noticed(memory, held, monkeypatch):
     count = memory.count
 
@@ -252,6 +255,7 @@ def test_an_embedding_counted_twice_is_noticed(memory, held, monkeypatch):
     assert {name for _, name, _, _ in wrong_states(memory, held)} == {"gpt2-tiny"}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", range(len(ON_RANKS)), ids=str)
 def test_most_bytes_with_ddp(memory, held, run):
     name, flags = ON_RANKS[run]
@@ -267,7 +271,7 @@ def compare(memory, name: str, flags: dict) -> float:
     return memory.predict(load(name), options)["peak"] / train(name, options, memory.KEPT)["peak"]
 
 
-@pytest.mark.parametrize("name", ["gpt2-tiny", "llama-tiny"])
+@pytest.mark.parametrize("name", first_then_slow(["gpt2-tiny", "llama-tiny"]))
 @pytest.mark.parametrize("flags", ALONE, ids=str)
 def test_most_bytes(memory, alone, name, flags):
     assert compare(memory, name, flags) == pytest.approx(1, rel=0.01)
@@ -367,6 +371,7 @@ def test_more_layers_need_more(say):
     assert float(found[0][1].split()[-3]) < float(found[1][1].split()[-3])
 
 
+@pytest.mark.slow
 def test_llama_8b_needs_chapter_4(memory):
     """16 bytes for each of 8 billion parameters are no matter of one GPU of 139 GiB."""
     config = load_config("llama-3.1-8b")
@@ -444,6 +449,7 @@ def test_without_matplotlib(say, monkeypatch, tmp_path):
     assert (status, err) == (2, "--chart needs matplotlib: pip install matplotlib.\n")
 
 
+@pytest.mark.slow
 def test_as_a_reader_runs_it():
     run = run_script("04-fsdp/memory.py", "-m", "llama-tiny", "--gpus", 4, "--hsdp")
     assert run.returncode == 0, run.stderr

@@ -334,6 +334,7 @@ def test_preempted(lab):
     lab.assert_same("preempted", "straight", exact=True)
 
 
+@pytest.mark.slow
 def test_kill_9_of_a_worker(lab):
     """torchrun starts all ranks again, by itself."""
     number = hit(lab, JOB, "worker")

@@ -7,7 +7,7 @@ import subprocess
 import sys
 
 import pytest
-from conftest import CHAPTERS, ROOT, first_then_slow, launch_file, read_metrics
+from conftest import CHAPTERS, ROOT, launch_file, read_metrics
 
 # Python runs this file at its start: it notes every address that is looked up or connected to.
 NOTE_CONNECTIONS = """
@@ -65,6 +65,7 @@ def cut_off(tmp_path):
 LOCAL = {"127.0.0.1", "localhost", "::1", "0.0.0.0", "None", ""}
 
 
+@pytest.mark.slow
 def test_defaults_reach_for_nothing(cut_off, tmp_path):
     done, tried = cut_off(
         *(sys.executable, "01-single-gpu/train_llm.py", "--save-dir", tmp_path / "outputs"),
@@ -76,7 +77,8 @@ def test_defaults_reach_for_nothing(cut_off, tmp_path):
     assert list((tmp_path / "outputs/run/wandb").glob("offline-run-*")), "wandb ran, offline"
 
 
-@pytest.mark.parametrize("chapter", first_then_slow(CHAPTERS[1:]))
+@pytest.mark.slow
+@pytest.mark.parametrize("chapter", CHAPTERS[1:])
 def test_launch_file_reaches_for_nothing(cut_off, tmp_path, chapter):
     """Two processes find each other without a network; they may ask for their own name."""
     done, tried = cut_off(
@@ -115,6 +117,7 @@ def test_the_hub_out_of_reach_is_said_at_once(cut_off, tmp_path):
     assert not (tmp_path / "outputs").exists()
 
 
+@pytest.mark.slow
 def test_a_local_model_and_a_hub_data_set(cut_off, tmp_path):
     done, _ = cut_off(
         *(sys.executable, "01-single-gpu/train_llm.py", "--save-dir", tmp_path / "outputs"),

@@ -376,6 +376,7 @@ def test_a_solution_shows_another_diff_than_its_file():
     assert first.startswith("a diff of no file:") and second.startswith("not shown:")
 
 
+@pytest.mark.slow
 def test_the_picture_is_of_todays_scripts(monkeypatch):
     """Planted: another prediction, another diffstat."""
     drawn = (ROOT / "01-single-gpu/chapters.svg").read_text()
@@ -431,7 +432,7 @@ RUN = [
     pytest.param(
         command,
         id=f"{name_of(page)}: {command.strip()}",
-        marks=() if command.startswith("make ") else pytest.mark.slow,
+        marks=() if re.match("make (lab|test)", command) else pytest.mark.slow,
     )
     for page in PAGES
     for needs, command in commands(page.read_text())
@@ -440,7 +441,7 @@ RUN = [
 
 
 @pytest.mark.parametrize("command", RUN)
-def test_command(command, checkout, tmp_path):
+def test_command(command, request, tmp_path):
     words = shlex.split(command, comments=True)
     if words[0] == "make" and words[1:] and words[1] in ("test", "test-all", "lint", "lab"):
         # What runs this very test, and what opens a browser.
@@ -454,6 +455,7 @@ def test_command(command, checkout, tmp_path):
         return  # gone_tests has looked at it, and the tests run with the others
     if "fault_lab.py" in command and words[-1] != "list":
         return  # its own tests start every fault, and what mends it
+    checkout = request.getfixturevalue("checkout")  # it takes a while, and not all need it
     added = f"--max-steps 2 --save-dir {tmp_path}"
     if words[:2] == ["make", "train"]:
         arguments = next((word[5:] for word in words if word.startswith("ARGS=")), "")

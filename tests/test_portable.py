@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ROOT
+from conftest import ROOT, first_then_slow
 from runner import ask_ranks
 from torch.distributed.fsdp import fully_shard
 from torch.distributed.tensor import DTensor
@@ -75,7 +75,9 @@ def run_ranks(world_size: int, sharded: bool, action: str, folder: Path) -> list
     return ask_ranks(world_size, rank_main, world_size, sharded, action, folder)
 
 
-@pytest.mark.parametrize(("saved_on", "saved_sharded"), [(1, False), (2, False), (2, True)])
+@pytest.mark.parametrize(
+    ("saved_on", "saved_sharded"), first_then_slow([(2, True), (1, False), (2, False)])
+)
 def test_saved_on_some_ranks_loaded_on_others(tmp_path, saved_on, saved_sharded):
     expected = run_ranks(saved_on, saved_sharded, "save", tmp_path)[0]
     assert expected[1] == 2

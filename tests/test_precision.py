@@ -23,7 +23,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import read_metrics
+from conftest import first_then_slow, read_metrics
 from runner import Ranks, Series, finish
 from test_hsdp import TWO_BY_TWO, run_on_nodes
 from test_parity import Ladder, Run, plant, selected_runs
@@ -121,10 +121,11 @@ def exact_cases() -> Iterator[object]:
                 run = few(BEFORE, world_size, *model, *args)
                 words = (*(model or ("", "gpt2-tiny"))[1:], world_size, *args, *found)
                 name = " ".join(map(str, words))
-                default = (world_size == 2, not model, args == accumulated).count(True) > 1
+                quick = world_size == 2 and args[:2] == accumulated and not model
+                quick = quick and "tf32" not in found
                 yield pytest.param(
                     *(run, few(CHAPTER, world_size, *model, *args, *found)),
-                    marks=[] if default else [pytest.mark.slow],
+                    marks=[] if quick else [pytest.mark.slow],
                     id=name,
                 )
 
@@ -147,7 +148,7 @@ CASTS = [
 ]
 
 
-@pytest.mark.parametrize(("expected", "run"), CASTS, ids=["fp32", "pure bf16"])
+@pytest.mark.parametrize(("expected", "run"), first_then_slow(CASTS), ids=["fp32", "pure bf16"])
 def test_planted_cast_is_noticed(ladder, expected, run):
     with pytest.raises(AssertionError, match=r"the (loss|grad_norm) differ"):
         assert_bit_equal(ladder, expected, run)
@@ -414,7 +415,7 @@ def wrong_types(ladder: Ladder, expected: dict[str, list[str]], run: Run) -> set
     [
         pytest.param(
             *(types, few(CHAPTER, 2, *args, note=note_types)),
-            marks=[pytest.mark.slow] if name in ("bf16, llama", "fp16, reduced in bf16") else [],
+            marks=[] if name in ("bf16, accumulated", "fp16") else [pytest.mark.slow],
             id=name,
         )
         for name, (types, args) in TYPES.items()
@@ -425,7 +426,7 @@ def test_what_is_in_which_type(ladder, expected, run):
 
 
 @pytest.mark.parametrize(
-    ("wrong", "run"), [pytest.param(*bug, id=name) for name, bug in TYPE_BUGS.items()]
+    ("wrong", "run"), first_then_slow(TYPE_BUGS.values()), ids=TYPE_BUGS.keys()
 )
 def test_planted_type_is_noticed(ladder, wrong, run):
     assert wrong_types(ladder, expected_types("bfloat16", accumulated=True), run) == wrong
@@ -541,7 +542,9 @@ def assert_all_skip(steps: list[list[dict]], metrics: list[dict]) -> None:
 
 
 @pytest.mark.parametrize(
-    "run", [overflowing(2), overflowing(3), overflowing(2, "--cpu-offload")], ids=["2", "3", "cpu"]
+    "run",
+    first_then_slow([overflowing(2), overflowing(3), overflowing(2, "--cpu-offload")]),
+    ids=["2", "3", "cpu"],
 )
 def test_all_ranks_skip_a_step_that_overflows_on_one(ladder, run):
     assert_all_skip(notes(ladder, run), ladder.metrics(run.name))
@@ -552,6 +555,7 @@ def begin_overflow(path: str) -> None:
     overflow(path).__enter__()
 
 
+@pytest.mark.slow
 def test_all_ranks_of_two_nodes_skip_a_step_that_overflows_on_one(ladder, tmp_path):
     files = [str(tmp_path / str(rank)) for rank in range(4)]
     plants = [functools.partial(begin_overflow, file) for file in files]
@@ -614,12 +618,14 @@ def test_gradients_are_clipped_by_their_true_norm(ladder, expected, run):
     assert_clipped_by_the_true_norm(ladder, expected, run)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("expected", "run"), [(NOTED["fp32"], NOTED["clip first"])], ids=[""])
 def test_planted_clip_before_unscale_is_noticed(ladder, expected, run):
     with pytest.raises(AssertionError, match=r"^the clipped norms differ"):
         assert_clipped_by_the_true_norm(ladder, expected, run)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("right", "scaled", "bare"), [ZEROS.values()], ids=[""])
 def test_scaling_keeps_small_gradients(ladder, right, scaled, bare):
     """Without it, which is the planted bug, half of them are zero as soon as it has learned a bit.
@@ -699,6 +705,7 @@ def test_goes_on_with_the_scale_it_had(resumes):
     resumes.assert_same(resumes.ladder.run(resumes.resumed["no bug"]))
 
 
+@pytest.mark.slow
 def test_goes_on_with_the_scale_it_had_after_kill_9(resumes, tmp_path):
     chapter = str(plant(CHAPTER, tmp_path / "growing", [GROWING]))
     flags = resumes.ladder.flags("killed", *RESUMED, *KEEP)
@@ -711,7 +718,7 @@ def test_goes_on_with_the_scale_it_had_after_kill_9(resumes, tmp_path):
     resumes.assert_same("killed")
 
 
-@pytest.mark.parametrize("bug", RESUME_BUGS)
+@pytest.mark.parametrize("bug", first_then_slow(RESUME_BUGS))
 def test_planted_loss_of_the_scaler_is_noticed(resumes, bug):
     name = resumes.ladder.run(resumes.resumed[bug])
     with pytest.raises(AssertionError, match="the scales differ"):
@@ -766,6 +773,7 @@ def name_of(origin: str, chapter: str, args: tuple[str, ...]) -> str:
     return "-".join([origin.replace(" ", "-"), chapter, *args])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("origin", "chapter", "args"), HAND_OVERS, ids=str)
 def test_goes_on_in_another_precision_or_chapter(handed_over, origin, chapter, args):
     """With all that was saved but the scaler; the losses stay near those of the rest of the run."""
@@ -813,6 +821,7 @@ def assert_shares_are_true(ladder: Ladder, run: Run) -> list[float]:
 SHARES = [few(CHAPTER, world_size, *PURE, *LOGGED) for world_size in (1, 2)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("one", "two"), [SHARES], ids=[""])
 def test_share_of_weights_that_change(ladder, one, two):
     """In bfloat16 most stay as they are; on 2 ranks as on 1, but for what rounding moves."""
@@ -826,6 +835,7 @@ def test_with_float32_masters_nearly_all_change(ladder, run):
     assert min(assert_shares_are_true(ladder, run)) > 0.95
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("run", [few(CHAPTER, 2, *PURE, *LOGGED, replaced=NOT_SUMMED)], ids=[""])
 def test_planted_share_of_one_rank_is_noticed(ladder, run):
     with pytest.raises(AssertionError, match=r"^the shares differ"):

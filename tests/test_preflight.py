@@ -21,7 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cluster import PATIENCE_S, Cluster, need_cluster
-from conftest import ROOT, TORCHRUN, free_port, run_script
+from conftest import ROOT, TORCHRUN, first_then_slow, free_port, run_script
 from runner import Ranks, finish, load_script, place_of, start
 from test_multi_node import NODES, Lab
 from torch.distributed import TCPStore
@@ -260,6 +260,7 @@ def test_sound_under_torchrun(tmp_path, corpus):
         assert figure["GB/s"] == pytest.approx(expected)
 
 
+@pytest.mark.slow
 def test_a_process_alone(tmp_path, corpus):
     done = run_script(SCRIPT, *QUICK, "--save-dir", tmp_path / "outputs", "-d", corpus)
     assert done.returncode == 0, done.stderr
@@ -294,6 +295,7 @@ def _prepare(stdout: Path, plant) -> None:
         plant()
 
 
+@pytest.mark.slow
 def test_bad_input_ends_with_status_2_and_overwrites_nothing(tmp_path, corpus):
     """On all ranks, since all of them have it: what one node alone lacks is a fault of its own."""
     kept = tmp_path / "kept.json"
@@ -344,7 +346,7 @@ def slow_down(goes: int, node: str) -> None:
     dist.all_reduce = all_reduce
 
 
-@pytest.mark.parametrize("node", ["0", "1"], ids=["within", "link"])
+@pytest.mark.parametrize("node", first_then_slow(["1", "0"]), ids=["link", "within"])
 @pytest.mark.parametrize("goes", [preflight.GOES - 1, preflight.GOES])
 def test_a_fault_is_what_is_slow_each_time(tmp_path, corpus, goes, node):
     slow = functools.partial(slow_down, goes, node)
@@ -539,6 +541,7 @@ def last_sentence(said: str) -> str:
 
 
 @pytest.mark.slurm
+@pytest.mark.slow
 def test_sound_on_two_nodes(nodes):
     figures = nodes.folder / "sound.json"
     status, said = nodes.check("--output", figures)

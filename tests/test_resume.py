@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, read_metrics
+from conftest import ROOT, first_then_slow, read_metrics
 from runner import SAVE_STAGES, finish, start
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.optim.lr_scheduler import LambdaLR
@@ -139,7 +139,7 @@ def test_after_kill_9_in_a_later_epoch(straight, runs):
     assert_same_training(straight, runs, *stop)
 
 
-@pytest.mark.parametrize("stage", SAVE_STAGES)
+@pytest.mark.parametrize("stage", first_then_slow(SAVE_STAGES))
 def test_after_kill_9_in_a_save(straight, runs, stage):
     assert runs.finish("stopped", kill_in_save=(4, stage)) == -signal.SIGKILL
     trained, resumed_after = runs.stopped_after("stopped")
@@ -151,6 +151,7 @@ def test_after_kill_9_in_a_save(straight, runs, stage):
     assert kept == {"step-00000035", "step-00000040"}, "nothing half-written stays"
 
 
+@pytest.mark.slow
 def test_after_kill_9_in_a_save_that_replaces_a_newer_checkpoint(straight, runs):
     """Back to step 35 and on to 40, killed when the new folder is there and not its record."""
     assert runs.finish("stopped") == 0
@@ -164,6 +165,7 @@ def test_after_kill_9_in_a_save_that_replaces_a_newer_checkpoint(straight, runs)
     assert_same_tensors(straight.tensors("straight"), runs.tensors("stopped"))
 
 
+@pytest.mark.slow
 def test_ctrl_c_in_a_save_is_no_full_disk(straight, runs, tmp_path):
     options = {"interrupt_in_save": 4, "stderr_file": str(tmp_path / "stderr")}
     assert runs.finish("stopped", **options) == 130
@@ -227,12 +229,16 @@ def forget_the_loss_since_the_last_log(monkeypatch):
 
 BUGS = (
     None,
-    keep_seeded_rng,
-    take_epoch_0s_order,
-    begin_the_epoch_anew,
-    set_the_schedule_back_a_step,
-    drop_the_moments,
-    forget_the_loss_since_the_last_log,
+    *first_then_slow(
+        [
+            drop_the_moments,
+            keep_seeded_rng,
+            take_epoch_0s_order,
+            begin_the_epoch_anew,
+            set_the_schedule_back_a_step,
+            forget_the_loss_since_the_last_log,
+        ]
+    ),
 )
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, read_metrics, wait_for_file
+from conftest import ROOT, first_then_slow, read_metrics, wait_for_file
 from runner import Ranks, finish, start
 from test_parity import plant
 from test_resume import EXACT, assert_same_tensors, make_flags
@@ -104,7 +104,7 @@ def test_each_rank_draws_its_own_dropout(folder, flags, straight, tmp_path):
     assert torch.equal(*states)
 
 
-@pytest.mark.parametrize("victim", [0, 1])
+@pytest.mark.parametrize("victim", first_then_slow([0, 1]))
 def test_after_kill_9_of_one_rank(folder, flags, straight, victim):
     """The others end, and say why and how to go on; the run that goes on is the same bit by bit."""
     name, steps = f"killed-{victim}", 23
@@ -171,7 +171,7 @@ def alone(folder, no_dropout) -> Path:
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    [(2, 1), (2, 4), (0, 2), (2, 0)],
+    first_then_slow([(2, 1), (2, 4), (0, 2), (2, 0)]),
     ids=["2 to 1", "2 to 4 ranks", "chapter 1 to 2", "chapter 2 to 1"],
 )
 def test_goes_on_elsewhere(folder, no_dropout, alone, before, after):
@@ -183,7 +183,7 @@ def test_goes_on_elsewhere(folder, no_dropout, alone, before, after):
     assert_close(alone, folder / name)
 
 
-@pytest.mark.parametrize("after", ["2 --zero1", "3 --zero1", "2", "0"])
+@pytest.mark.parametrize("after", first_then_slow(["2 --zero1", "3 --zero1", "2", "0"]))
 def test_sharded_moments_go_on(folder, no_dropout, alone, after):
     """ZeRO-1 on 2 ranks, then on as many, on 3, without it, and in chapter 1."""
     name = f"zero1-{after.replace(' ', '')}"
@@ -222,6 +222,7 @@ def save_the_moments_of_rank_0_only() -> None:
     checkpoint.dcp.save = save
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("bug", [save_the_rate_of_the_last_step, save_the_moments_of_rank_0_only])
 def test_planted_bug_in_sharded_moments_is_noticed(folder, no_dropout, alone, bug):
     assert run(2, no_dropout, bug.__name__, "--zero1", plant=bug) == [0, 0]
@@ -340,7 +341,7 @@ def sharded(folder, flags) -> Callable[[int], Path]:
     return train
 
 
-@pytest.mark.parametrize(("world_size", "args"), SHARDED, ids=str)
+@pytest.mark.parametrize(("world_size", "args"), first_then_slow(SHARDED), ids=str)
 def test_sharded_run_goes_on_after_kill_9(folder, flags, sharded, world_size, args):
     """In the middle of the second epoch, bit by bit on any number of ranks and with any option."""
     straight = sharded(world_size)

@@ -632,19 +632,34 @@ def note_weights(path: Path) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory) -> Path:
-    """The folder of all runs on 2 ranks, made in one start."""
+    """The folder of the runs of chapter 2."""
     folder = tmp_path_factory.mktemp("runs")
-    (folder / "corpus.json").write_text(json.dumps(random_texts(28)))
-    nothing = contextlib.nullcontext
     weights = [functools.partial(note_weights, folder / f"weights-{rank}") for rank in range(2)]
-    # By name: chapter, steps between log lines, and in what each rank runs.
     chosen = {
-        "right": (DDP, 1, [nothing] * 2),
+        "right": (DDP, 1, [contextlib.nullcontext] * 2),
         "wrong": (patched(DDP, 2, folder / "copy"), 1, weights),
+    }
+    return train_all(folder, chosen)
+
+
+@pytest.fixture(scope="module")
+def pauses(tmp_path_factory) -> Path:
+    """The folder of the runs of chapter 3 in which a rank pauses."""
+    nothing = contextlib.nullcontext
+    chosen = {
         "pause-0": (NODES, LOG_EVERY, [pause_between_steps, nothing]),
         "pause-1": (NODES, LOG_EVERY, [nothing, pause_between_steps]),
         "in-backward": (NODES, LOG_EVERY, [nothing, pause_in_backward]),
     }
+    return train_all(tmp_path_factory.mktemp("pauses"), chosen)
+
+
+def train_all(folder: Path, chosen: dict[str, tuple]) -> Path:
+    """Do runs on 2 ranks in one start.
+
+    chosen: by name, chapter, steps between log lines, and in what each rank runs.
+    """
+    (folder / "corpus.json").write_text(json.dumps(random_texts(28)))
     options = {
         name: {
             "args": [*flags(folder, name), "--log-freq", log_freq],
@@ -683,17 +698,19 @@ def test_wrong_model(runs):
     assert {0} in of_rank and {1} in of_rank
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("rank", [0, 1])
-def test_rank_that_pauses_is_named(runs, rank):
-    line = read_metrics(runs / f"pause-{rank}")[-1]
+def test_rank_that_pauses_is_named(pauses, rank):
+    line = read_metrics(pauses / f"pause-{rank}")[-1]
     assert line["slowest_rank"] == rank
     per_step = 1000 * PAUSE_S / LOG_EVERY
     assert 0.9 * per_step < line["time/wait_max"] < 2 * per_step
     assert (line["time/wait"] < per_step / 2) == (rank == 0), "rank 0's own"
 
 
-def test_pause_in_the_last_backward_pass_shows_as_backward(runs):
-    line = read_metrics(runs / "in-backward")[-1]
+@pytest.mark.slow
+def test_pause_in_the_last_backward_pass_shows_as_backward(pauses):
+    line = read_metrics(pauses / "in-backward")[-1]
     per_step = 1000 * PAUSE_S / LOG_EVERY
     assert line["time/wait_max"] < per_step / 2 and line["time/backward"] > 0.9 * per_step
 
@@ -734,6 +751,7 @@ def placed_by_mpirun() -> Iterator[None]:
         del os.environ[name]
 
 
+@pytest.mark.slow
 def test_launchers_agree_to_the_last_digit(tmp_path):
     (tmp_path / "corpus.json").write_text(json.dumps(random_texts(28)))
     chosen = {"torchrun": contextlib.nullcontext, "mpirun": placed_by_mpirun}

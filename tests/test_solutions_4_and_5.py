@@ -602,6 +602,7 @@ THREE = Run(SHARDED, 2, (*SIX, "-b", 4), (), note_calls)
 REDUCING = Run(SHARDED, 2, (*SIX, "-b", 4, "--reduce-every-backward"), (), note_calls)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("root", "own"), [ROOTS], ids=[""])
 def test_a_smaller_root_trains_the_same(ladder, root, own):
     """With two more all-gathers and one more reduce-scatter in each step."""
@@ -630,6 +631,7 @@ def test_three_micro_batches(ladder, once, each):
 TIES = [Run(SHARDED, 1, (*SIX, "-b", 24), replaced) for replaced in ((), replacements(SHARDED, 5))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("tied", "untied"), [TIES], ids=[""])
 def test_a_broken_tie_on_one_rank_is_not_noticed(ladder, tied, untied):
     """The first loss is right, and then the output layer goes its own way."""
@@ -662,6 +664,7 @@ def test_a_broken_tie_on_two_ranks_is_refused(ladder, tmp_path):
     assert f"`{holds}`" in flat(section(SHARDED, 5))
 
 
+@pytest.mark.slow
 def test_killed_while_it_writes(ladder):
     """In the second of the checkpoints, after 20 steps each."""
     args = ("--max-steps", 45, "--ckpt-freq", 20, "--async-checkpoint")
@@ -706,6 +709,7 @@ MINDS = [
 ]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("agreed", "alone"), [MINDS], ids=[""])
 def test_a_rank_that_skips_alone(ladder, agreed, alone):
     """It does not move, the other one does; the losses say little, the norm a bit more."""
@@ -738,6 +742,7 @@ def test_a_rank_that_skips_alone(ladder, agreed, alone):
 SUMS = [Run(MIXED, 2, ("-b", 12, *args)) for args in ((), ("--reduce-dtype", "bfloat16"))]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("wide", "narrow"), [SUMS], ids=[""])
 def test_sums_in_16_bits(ladder, wide, narrow):
     """The first loss is the same, the others differ from the fourth digit on."""
@@ -777,6 +782,7 @@ WARM = [Run(MIXED, 1, (*SMALL, *STANDING), (), note_largest)]
 WARM += [Run(MIXED, 1, (*SMALL, *FP16), (), begin_too_high)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("exact", "scaled"), [WARM], ids=[""])
 def test_the_largest_gradient_tells_the_scale(ladder, exact, scaled):
     """To a power of two: gradients of activations, which are not looked at, may be larger."""

@@ -11,7 +11,7 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import CHAPTERS, ROOT, TORCHRUN, read_metrics, wait_for_file
+from conftest import CHAPTERS, ROOT, TORCHRUN, first_then_slow, read_metrics, wait_for_file
 from runner import Ranks, after_steps, finish, start
 from test_parity import plant
 from test_resume import STEPS, make_flags
@@ -88,7 +88,7 @@ def runs(tmp_path_factory) -> Runs:
     return Runs(tmp_path_factory.mktemp("runs"))
 
 
-@pytest.fixture(scope="module", params=STOPPING)
+@pytest.fixture(scope="module", params=first_then_slow(STOPPING))
 def chapter(request, runs) -> str:
     """The chapter, which has trained without a stop in the run of its name."""
     assert runs.start(request.param, request.param) == [0, 0]
@@ -135,7 +135,7 @@ def speak_at_once() -> None:
     cli.HEAD_START_S = 0.0
 
 
-@pytest.mark.parametrize("chapter", STOPPING)
+@pytest.mark.parametrize("chapter", first_then_slow(STOPPING))
 def test_alone(runs, chapter, tmp_path):
     arguments = [*runs.flags, "--save-dir", tmp_path, "-e", "run"]
     options = {"chapter": chapter, "stderr_file": str(tmp_path / "stderr")}

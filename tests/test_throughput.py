@@ -95,6 +95,7 @@ def test_two_ranks_log_what_one_does(tmp_path):
     assert written["machine"]["command"].startswith("torchrun --standalone --nproc-per-node 2")
 
 
+@pytest.mark.slow
 def test_what_it_cannot_do_ends_in_a_sentence():
     script = throughput.BASELINE
     for words, said in (
@@ -148,6 +149,9 @@ def test_a_baseline_of_the_same_batch_stands_beside_chapter_5():
             words = words[next(i for i, w in enumerate(words) if w.endswith(".py")) + 1 :]
             own = [word for word in words if word != throughput.NEVER]
             own = [word for word in own if word not in ("--eval-freq", "--ckpt-freq")]
+            if "--num-workers" in own:  # the bare loop has its tokens in memory
+                at = own.index("--num-workers")
+                del own[at : at + 2]
             by_devices.setdefault(row["devices"], []).append(own)
         assert all(one == two for one, two in by_devices.values())
 

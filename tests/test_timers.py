@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import CHAPTERS, read_metrics
+from conftest import CHAPTERS, first_then_slow, read_metrics
 from runner import Ranks, ask_ranks
 from test_parity import plant
 from transformers import AutoModelForCausalLM, GPT2LMHeadModel
@@ -173,12 +173,13 @@ def test_a_late_rank_is_named(corpus, tmp_path):
     assert_the_late_rank_is_named(*run_with_a_late_rank("03-multi-node", corpus, tmp_path))
 
 
-@pytest.mark.parametrize("chapter", CHAPTERS[2:])
+@pytest.mark.parametrize("chapter", first_then_slow(CHAPTERS[2:]))
 def test_a_rank_with_late_data_is_named(chapter, corpus, tmp_path):
     found = run_with_a_late_rank(chapter, corpus, tmp_path, make_data_of_rank_1_late)
     assert_the_late_rank_is_named(*found)
 
 
+@pytest.mark.slow
 def test_a_sharded_forward_pass_waits_itself(corpus, tmp_path):
     """With FSDP: who is late in it is waited for in it; and the planted bug meets after it only."""
     metrics, said = run_with_a_late_rank("04-fsdp", corpus, tmp_path)

@@ -428,6 +428,7 @@ def test_a_kill_leaves_nothing_under_the_name(make, corpora, tmp_path):
     make("-d", corpora / "english.json")
 
 
+@pytest.mark.slow
 def test_as_a_reader_starts_it(corpora, tmp_path):
     done = run_script(SCRIPT, tmp_path / "deep/er/it", "-d", corpora / "chinese.json")
     assert done.returncode == 0 and not done.stderr

@@ -13,7 +13,7 @@ import termios
 
 import pytest
 import torch
-from conftest import ROOT, load_script, read_metrics, run_script
+from conftest import ROOT, first_then_slow, load_script, read_metrics, run_script
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
@@ -34,7 +34,7 @@ def column(metrics: list[dict], key: str) -> list[float]:
     return [line[key] for line in metrics]
 
 
-@pytest.mark.parametrize("model", ["gpt2-tiny", "llama-tiny"])
+@pytest.mark.parametrize("model", first_then_slow(["gpt2-tiny", "llama-tiny"]))
 def test_accumulation_gives_the_same_losses(train, model):
     runs = {
         size: train(*FAST, "-m", model, "--global-batch-size", 8, "-b", size, name=f"b{size}")
@@ -194,6 +194,7 @@ def test_metrics_and_run_directory(train, tmp_path):
     assert [path.name for path in (run_dir / "checkpoints").iterdir()] == ["step-00000012"]
 
 
+@pytest.mark.slow
 def test_newest_checkpoints_stay(train, tmp_path):
     train("-s", 16, "--max-steps", 9, "--ckpt-freq", 2, "--keep-checkpoints", 3)
     kept = sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir())
@@ -224,6 +225,7 @@ def test_bfloat16_weights_train_and_rotary_tables_stay_float32(train):
     assert metrics[-1]["loss"] < metrics[0]["loss"] - 0.3
 
 
+@pytest.mark.slow
 def test_compiled_model_trains_alike(train):
     eager = train(*FAST, "--global-batch-size", 4, name="eager")
     compiled = train(*FAST, "--global-batch-size", 4, "--compile", name="compiled")
@@ -249,6 +251,7 @@ def test_log_says_what_matters_and_no_secret(tmp_path):
         assert secret not in written
 
 
+@pytest.mark.slow
 def test_the_command_that_goes_on_goes_on(tmp_path):
     args = (SCRIPT, *FAST, "--save-dir", tmp_path, "--ckpt-freq", 8)
     done = run_script(*args)
@@ -264,6 +267,7 @@ def test_the_command_that_goes_on_goes_on(tmp_path):
     assert column(read_metrics(run_dir), "step") == list(range(1, 21))
 
 
+@pytest.mark.slow
 def test_a_terminal_gets_a_progress_bar(tmp_path):
     """With loss and tokens/s; a file, as in every other test, gets none."""
     terminal, end = pty.openpty()

@@ -6,7 +6,7 @@ import socket
 from pathlib import Path
 
 import pytest
-from conftest import CHAPTERS, read_metrics, run_script
+from conftest import CHAPTERS, first_then_slow, read_metrics, run_script
 from runner import Ranks
 from wandb.proto import wandb_internal_pb2
 
@@ -124,7 +124,7 @@ def runs_of_two_nodes(chapter: str, corpus: Path, tmp_path: Path, *args: object)
     return {run.run_id: (run, history) for run, _, history in found}
 
 
-@pytest.mark.parametrize("chapter", CHAPTERS[2:])
+@pytest.mark.parametrize("chapter", first_then_slow(CHAPTERS[2:]))
 def test_a_run_for_each_node(chapter, corpus, tmp_path):
     """In one group; rank 0's is the run that there is without the flag."""
     runs = runs_of_two_nodes(chapter, corpus, tmp_path, "--track-nodes")
@@ -137,7 +137,7 @@ def test_a_run_for_each_node(chapter, corpus, tmp_path):
     assert losses == [expected] * 2, "the mean over all ranks"
 
 
-@pytest.mark.parametrize("chapter", CHAPTERS[2:])
+@pytest.mark.parametrize("chapter", first_then_slow(CHAPTERS[2:]))
 def test_one_run_for_all_nodes(chapter, corpus, tmp_path):
     ((run, history),) = runs_of_two_nodes(chapter, corpus, tmp_path).values()
     assert (run.run_id, run.display_name, run.run_group) == ("a-run", "a-run", "")

@@ -348,6 +348,7 @@ def pids_of(parent: int, command: str) -> list[int]:
     return [pid for pid, line in lines.items() if line.strip() == command]
 
 
+@pytest.mark.slow
 def test_once_ends_with_1_if_a_node_is_missing(tmp_path):
     fake_nvidia_smi(fake_ssh(tmp_path / "bin") / "node1", WAITING)
     path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"

@@ -61,37 +61,21 @@ def seconds_of(values: dict) -> list[float]:
 
 
 def works() -> dict:
-    """Return the two models in bfloat16.
+    """Return the two models in bfloat16, from the result file that each names.
 
-    GPT-2 is measured. Of the 8B model there is a step on several GPUs only: in bfloat16 where
-    fsdp_precision.json has it. Else it is taken to fill as much of the peak rate as GPT-2 does,
-    with the phases of a step in TF32.
+    The 8B model does not fit on one GPU. Its passes are those of a step on two, and its update that
+    of the part of one, as often as there are parts.
     """
     rows = read("comparison_gpu")["rows"]
     (row,) = (r for r in rows if (r["strategy"], r["precision"]) == ("single", "bf16"))
-    speed = row["summary"]["speed"]
-    small = [speed["ms"][phase] / 1000 for phase in PHASES]
-    options = {row["label"]: row for row in read("fsdp_options")["rows"]}
-    tf32, mfu, source = median_run(options["selective"]), speed["mfu"], "comparison_gpu"
-    gpus = options["selective"]["gpus"]
-    if (RESULTS / "fsdp_precision.json").exists():
-        done = {row["label"]: row for row in read("fsdp_precision")["rows"]}
-        if measured_runs(done.get("bf16, compiled", {})):
-            mfu = measured_runs(done["bf16, compiled"])[0]["mfu"]
-            source = "fsdp_precision"
-    eight = growth.work_of("fsdp", "llama-3.1-8b", 8192, 8192, *seconds_of(tf32))
-    passes = eight.tokens * eight.flops / (mfu * growth.PEAK)
-    part = passes / (eight.forward + eight.backward)
-    eight = replace(
-        eight,
-        forward=part * eight.forward,
-        backward=part * eight.backward,
-        update=gpus * eight.update,
-    )
+    small = [row["summary"]["speed"]["ms"][phase] / 1000 for phase in PHASES]
     gpt2 = growth.work_of("ddp", "gpt2", 1024, 64 * 1024, *small)
+    (row,) = (r for r in read("fsdp_precision")["rows"] if r["label"] == "bf16, compiled")
+    eight = growth.work_of("fsdp", "llama-3.1-8b", 8192, 8192, *seconds_of(median_run(row)))
+    eight = replace(eight, update=row["gpus"] * eight.update)
     return {
-        GPT2: {"work": asdict(gpt2), "mfu_from": "comparison_gpu"},
-        EIGHT: {"work": asdict(eight), "mfu_from": source},
+        GPT2: {"work": asdict(gpt2), "from": "comparison_gpu"},
+        EIGHT: {"work": asdict(eight), "from": "fsdp_precision"},
     }
 
 
@@ -137,6 +121,13 @@ def checks(cluster) -> list[dict]:
         work = growth.work_of(strategy, "gpt2", 1024, 65536, *seconds_of(median_run(rows[1])))
         label = f"chapter {chapter[1]}, TF32"
         found += series(cluster, "fsdp_gpt2", label, replace(work, gathered=4), rows)
+    mixed = {row["label"]: row for row in read("gpt2_bf16_scaling")["rows"]}
+    for name, strategy in (("baseline", "ddp"), ("05-mixed-precision", "fsdp")):
+        rows = {n: mixed[f"{name} on {n}"] for n in (1, 2)}
+        phases = seconds_of(median_run(mixed["05-mixed-precision on 1"]))  # a bare loop has none
+        work = growth.work_of(strategy, "gpt2", 1024, 65536, *phases)
+        label = f"{'bare loop' if strategy == 'ddp' else 'chapter 5'}, bf16"
+        found += series(cluster, "gpt2_bf16_scaling", label, work, rows)
     return found + differences(cluster)
 
 
@@ -200,31 +191,33 @@ def hidden_behind(work, n: int, cluster, micro: int) -> float:
     return root + work.blocks * max(0.0, gather + scatter - block)
 
 
-def waited() -> tuple[float, float]:
-    """Return what two GPUs wait for each other in a step: in seconds, and as a share of it."""
-    steps = {row["label"]: step_ms(row) for row in read("ddp_gpu")["rows"]}
-    one, two = steps["02-ddp on 1"], steps["02-ddp on 2"]
-    return (two - one) / 1000, two / one - 1
+def waited(work, cluster) -> float:
+    """Return the seconds that two GPUs with DDP wait for each other in a step in bfloat16.
+
+    It is what the second GPU costs the bare loop, less what nothing hides of the sending.
+    """
+    steps = {row["label"]: step_ms(row) for row in read("gpt2_bf16_scaling")["rows"]}
+    cost = (steps["baseline on 2"] - steps["baseline on 1"]) / 1000
+    return cost - growth.exposed(work, 2, cluster)
 
 
 def paper(bus: float, inputs: dict) -> list[dict]:
     """Return a row for each model, port and number of GPUs.
 
-    with_wait: tokens/s against as many times one GPU's, with the wait that two GPUs were seen to
-    have in TF32. In bfloat16 it may be as many ms or the same share of the step: both are given.
+    with_wait: tokens/s against as many times one GPU's, if GPUs with DDP wait for each other as two
+    were seen to; None where that is not known.
     """
-    wait, part = waited()
     found = []
     for title, given in inputs.items():
         work = growth.Work(**given["work"])
         for port, rate in PORTS.items():
             cluster = growth.Cluster(bus, rate)
+            wait = waited(work, cluster) if work.strategy == "ddp" else None
             for n in growth.GPUS:
                 if n <= cluster.node and port != next(iter(PORTS)):
                     continue  # no network there
                 per_gpu = work.tokens / growth.step(work, n, cluster)
                 one, several = (growth.step(work, k, cluster) for k in (1, n))
-                waits = (wait, part * one) if work.strategy == "ddp" and n > 1 else ()
                 weights = work.blocks * work.block + work.root
                 found.append(
                     {
@@ -236,7 +229,7 @@ def paper(bus: float, inputs: dict) -> list[dict]:
                         "mfu": per_gpu * work.flops / growth.PEAK,
                         "exposed_ms": 1000 * growth.exposed(work, n, cluster),
                         "states_gib": 16 * weights / (n if work.strategy == "fsdp" else 1) / 2**30,
-                        "with_wait": [one / (several + each) for each in waits],
+                        "with_wait": one / (several + wait) if wait and n > 1 else None,
                         "smallest_batch": growth.smallest_batch(work, n, cluster, 0.9),
                     }
                 )

@@ -1,12 +1,13 @@
 """Failures of the fault lab as they look with NCCL: a recording for diagnosing.md, on two GPUs.
 
-python tests/benchmarks/nccl_faults.py > 03-multi-node/recorded/fault_nccl.txt
+python tests/benchmarks/nccl_faults.py --output /tmp/nccl
 
 The lab plants them on the CPU, where the ranks talk by gloo. These are the same patches on GPUs. It
 checks nothing: NCCL promises no symptom.
 """
 
 import argparse
+import re
 import subprocess
 import sys
 import tempfile
@@ -19,7 +20,10 @@ from runner import load_script  # noqa: E402
 lab_script = load_script(ROOT / "03-multi-node/fault_lab.py")
 GPUS = {"CUDA_VISIBLE_DEVICES": "0,1"}
 TIMEOUT_S = 15
-TOLD = r"step \d+/|Error|ssert|atchdog|light recorder|exitcode|Signal"
+TOLD = r"step \d+/|the sum|Error|ssert|atchdog|light recorder|exitcode|Signal"
+# Frames of C++, what torchrun raises about its own report, a list of modules loaded.
+NOISE = r"^(\d\| )?frame #|raise ChildFailedError|errors\.ChildFailedError:|pandas\."
+ALIKE = (r"\] step \d+/", r"Assertion `")  # of such lines in a row: the last, the first
 # The lab's few lines, with their tensors on the GPU of the rank.
 SHAPES = lab_script.SHAPES
 for old, new in (
@@ -31,11 +35,27 @@ for old, new in (
     SHAPES = SHAPES.replace(old, new)
 
 
+def cut(lines: list[str]) -> list[str]:
+    """Return the lines less NOISE, of steps in a row the last, of assertions in a row the first."""
+    steps, assertions = ALIKE
+    kept: list[str] = []
+    for line in lines:
+        if re.search(NOISE, line) or (
+            kept and re.search(assertions, line) and re.search(assertions, kept[-1])
+        ):
+            continue
+        if kept and re.search(steps, line) and re.search(steps, kept[-1]):
+            kept.pop()
+        kept.append(line)
+    return kept
+
+
 def show(lab, run) -> None:
-    """Show what a reader of the log would look at, each line once and cut to 300 characters."""
+    """Show what a reader of the log would look at, cut to 300 characters, then the report whole."""
     run.wait(300)
-    lines = dict.fromkeys(line[:300] for line in [*run.lines(TOLD), *run.report()])
-    lab.ended(run, list(lines))
+    report = [line[:300] for line in run.report()]
+    told = dict.fromkeys(line[:300] for line in run.lines(TOLD))
+    lab.ended(run, cut([*(line for line in told if line not in report), *report]))
 
 
 def show_flight_recorder(lab, folder: Path) -> None:
@@ -44,7 +64,8 @@ def show_flight_recorder(lab, folder: Path) -> None:
     lab.say("the last collectives in them", lab_script.read_flight_recorder(folder))
     command = [sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace", str(folder)]
     done = subprocess.run([*command, "--prefix", "rank_"], capture_output=True, text=True)
-    lab.say("torchfrtrace FOLDER --prefix rank_", (done.stdout + done.stderr).splitlines()[-40:])
+    said = re.sub(rf"{ROOT}/|\S*(?=site-packages/)", "", done.stdout + done.stderr)
+    lab.say("torchfrtrace FOLDER --prefix rank_", said.splitlines()[-40:])
 
 
 def main() -> None:

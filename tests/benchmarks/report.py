@@ -171,8 +171,11 @@ def chapters() -> list[str]:
     return rows
 
 
-@table(*map(result, ("ddp_gpu", "nodes_gpu", "fsdp_gpt2", "comparison_gpu")))
-def reached(ddp_gpu, nodes_gpu, fsdp_gpt2, comparison_gpu) -> list[str]:
+BARE_LOOP = "tests/benchmarks/baseline.py"
+
+
+@table(*map(result, ("ddp_gpu", "nodes_gpu", "fsdp_gpt2", "gpt2_bf16_scaling")))
+def reached(ddp_gpu, nodes_gpu, fsdp_gpt2, bf16) -> list[str]:
     """Return each chapter on one GPU and on the most that it was measured on."""
     found = {}  # by chapter and GPUs: tokens/s, GiB
     for row in fsdp_gpt2["rows"]:
@@ -181,12 +184,9 @@ def reached(ddp_gpu, nodes_gpu, fsdp_gpt2, comparison_gpu) -> list[str]:
             for key in ("tokens_per_s", "peak_mem_gib")
         ]
         found[row["chapter"], row["gpus"]] = medians
-    for row in (*nodes_gpu["rows"], *ddp_gpu["rows"]):
+    for row in (*nodes_gpu["rows"], *ddp_gpu["rows"], *bf16["rows"]):
         medians = [row["median"][key] for key in ("tokens_per_s", "peak_mem_gib")]
         found[row["chapter"], row["devices"]] = medians
-    (one,) = (row for row in comparison_gpu["rows"] if row_name(row) == "single bf16")
-    speed = one["summary"]["speed"]
-    found["05-mixed-precision", 1] = [speed["tokens_per_s"], speed["peak_mem_gib"]]
     rows = [
         "| chapter | command | one GPU, tokens/s | GiB | several GPUs, tokens/s | GiB each |",
         "|---|---|---:|---:|---:|---:|",
@@ -195,7 +195,7 @@ def reached(ddp_gpu, nodes_gpu, fsdp_gpt2, comparison_gpu) -> list[str]:
         "01-single-gpu": "python 01-single-gpu/train_llm.py",
         "03-multi-node": "sbatch 03-multi-node/job.sbatch",
     }
-    for chapter in sorted({chapter for chapter, _ in found}):
+    for chapter in sorted({name for name, _ in found} - {BARE_LOOP}):
         alone = found.get((chapter, 1))
         most = max(gpus for name, gpus in found if name == chapter)
         cells = [f"{alone[0]:,.0f}", f"{alone[1]:.1f}"]
@@ -403,6 +403,27 @@ def no_sync_gpu(found) -> list[str]:
     return micro_batches(found, digits=1)
 
 
+@table(result("classifier_gpu"))
+def classifier_gpu(found) -> list[str]:
+    rows = [
+        "| row | tokens/s | ms per step | GiB | test accuracy | count of words | largest class |",
+        "|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for row in found["rows"]:
+        runs = row["runs"]
+        reports = [run["report"] for run in runs]
+        models = ("this model", "bag of words", "largest class")
+        accuracies = (number([each[model]["accuracy"] for each in reports], 3) for model in models)
+        cells = [
+            number([run["tokens_per_s"] for run in runs], 0),
+            number([run["time/total"] for run in runs], 1),
+            number([run["peak_mem_gib"] for run in runs], 1),
+            *accuracies,
+        ]
+        rows.append(f"| {row['row']} | {' | '.join(cells)} |")
+    return rows
+
+
 @table(result("zero1_2"), result("zero1_4"))
 def zero1(two, four) -> list[str]:
     rows = [
@@ -551,8 +572,8 @@ def determinism_steps(found) -> list[str]:
         for mode, each in modes.items():
             largest = each["as_default"]["largest"]
             cells = [
-                f"{model} | {sequences * length:,} | {ALGORITHMS[mode]} | {spread(each['ms'])}",
-                "to the last bit" if each["runs_agree"] else "no",
+                f"{model} | {sequences * length:,} | {ALGORITHMS[mode]} | {number(each['ms'])}",
+                ("to the last bit" if each["runs_agree"] else "no") if each["ms"][1:] else "",
                 f"{largest:.1e}" if largest else "equal",
             ]
             rows.append(f"| {' | '.join(cells)} |")
@@ -570,7 +591,7 @@ def determinism_operations(found) -> list[str]:
             if "error" in each:
                 cells += ["", "refused: it has none"]
             else:
-                cells += [spread(each["ms"], 3), "yes" if each["same"] else "no"]
+                cells += [number(each["ms"], 3), "yes" if each["same"] else "no"]
         rows.append(f"| {name} | {' | '.join(cells)} |")
     return rows
 
@@ -722,7 +743,8 @@ def fsdp_largest(found, on_8, predictions) -> list[str]:
         "| peak, GiB |",
         "|---|---:|---:|---:|---:|---:|",
     ]
-    for row in [*found["rows"], *on_8["rows"]]:
+    both = [*found["rows"], *on_8["rows"]]
+    for row in sorted(both, key=lambda row: (row["strategy"], row["gpus"])):
         failed = [t["blocks"] for t in row["tries"] if t.get("peak_mem_gib", 0) is None]
         if not row["blocks"]:
             cells = [row["gpus"], f"fewer than {min(failed)}", row["predicted"], "", ""]
@@ -737,6 +759,42 @@ def fsdp_largest(found, on_8, predictions) -> list[str]:
             f"{billions} | {measured_peak(row):.1f} |"
         )
     return rows
+
+
+def fsdp_checkpoint(found) -> list[str]:
+    """Return a row for each way to save; "during" are steps that begin while it is written."""
+    rows = [
+        "| checkpoint | training stands still, s | complete after, s | ms per step before "
+        "| during the write | after it |",
+        "|---|---:|---:|---:|---:|---:|",
+    ]
+    for row in found["rows"]:
+        if not measured_runs(row):
+            continue
+        run = measured_runs(row)[0]
+        words = row["command"].split()
+        every = int(words[words.index("--ckpt-freq") + 1])
+        saves = [call for call in run["saves"] if call["what"] == "save"]
+        writes = [call for call in run["saves"] if call["what"] == "write"]
+        before, during, after = run["total_ms"][row["warm_up"] : every], [], []
+        complete = []
+        for number_of_save, save in enumerate(saves):
+            now = save["at"] + save["seconds"]
+            ends = [w["at"] + w["seconds"] for w in writes if w["at"] >= save["at"]]
+            end = min(ends, default=now)
+            complete.append(end - save["at"])
+            first = every * (number_of_save + 1)
+            for ms in run["total_ms"][first : first + every]:
+                (during if now < end else after).append(ms)
+                now += ms / 1000
+        cells = [number([save["seconds"] for save in saves], 2), number(complete, 2)]
+        cells += [spread(times, 0) if times else "" for times in (before, during, after)]
+        rows.append(f"| {row['label']} | {' | '.join(cells)} |")
+    return rows
+
+
+if (REPOSITORY / result("fsdp_checkpoint")).exists():
+    table(result("fsdp_checkpoint"))(fsdp_checkpoint)
 
 
 @table(result("sharding_2"), result("sharding_4"))
@@ -784,52 +842,60 @@ def compression(found) -> list[str]:
     return rows
 
 
-def fsdp_precision(found) -> list[str]:
+@table(result("fsdp_precision"), result("predictions"))
+def fsdp_precision(found, predictions) -> list[str]:
     rows = [
-        "| precision | tokens/s per GPU | MFU | ms per step | peak, GiB |",
-        "|---|---:|---:|---:|---:|",
+        "| precision | tokens/s per GPU | MFU | ms per step | peak, GiB "
+        "| predicted, not compiled, GiB | measured against it |",
+        "|---|---:|---:|---:|---:|---:|---:|",
     ]
     for row in found["rows"]:
         runs = measured_runs(row)
         if not runs:
             continue
+        peak = measured_peak(row)
+        expected = predictions["fsdp_precision"].get(row["label"], {}).get("peak_gib")
         cells = [
             number([run["tokens_per_s_per_device"] for run in runs], 0),
             f"{statistics.median(run['mfu'] for run in runs):.1%}",
             number([run["time/total"] for run in runs], 0),
-            f"{measured_peak(row):.1f}",
+            f"{peak:.1f}",
+            *([f"{expected:.1f}", f"{peak / expected - 1:+.1%}"] if expected else ["", ""]),
         ]
         rows.append(f"| {row['label']} | {' | '.join(cells)} |")
     return rows
 
 
-if (REPOSITORY / result("fsdp_precision")).exists():
-    table(result("fsdp_precision"))(fsdp_precision)
-
-
 def comparison(found) -> list[str]:
-    """Return a row for each strategy and precision; where measured, with memory."""
+    """Return a row for each strategy and precision; where measured, with memory and losses.
+
+    Speeds are against float32 on one device, or without it against the row's own precision.
+    """
     speeds = [
         (row, row["summary"]["speed"]) for row in found["rows"] if row["summary"].get("speed")
     ]
     memory = any(each["peak_mem_gib"] for _, each in speeds)
-    first = [each for row, each in speeds if row_name(row) == "single fp32"]
+    losses = any(row["summary"].get("minus_fp32_on_one_device") for row, _ in speeds)
+    alone = {row["precision"]: each for row, each in speeds if row["strategy"] == "single"}
+    against = "fp32" if "fp32" in alone else "same precision"
     rows = [
-        "| strategy and precision | devices | tokens/s | against one device, fp32 | forward, ms "
-        "| backward, ms | update, ms |"
+        f"| strategy and precision | devices | tokens/s | against one device, {against} "
+        "| forward, ms | backward, ms | update, ms |"
         + (" GiB |" if memory else "")
-        + " last loss minus fp32's |",
-        "|---|---:|---:|---:|---:|---:|---:|" + ("---:|" if memory else "") + "---:|",
+        + (" last loss minus fp32's |" if losses else ""),
+        "|---|---:|---:|---:|---:|---:|---:|" + "---:|" * (memory + losses),
     ]
     for row, each in speeds:
         differences = row["summary"].get("minus_fp32_on_one_device", [])
+        most = round(max(differences, key=abs, default=0.0), 4) + 0  # no -0
+        first = alone.get("fp32") or alone.get(row["precision"])
         cells = [
             str(row["devices"]),
-            spread(each["rounds"], 0),
-            f"x {each['tokens_per_s'] / first[0]['tokens_per_s']:.2f}" if first else "",
+            number(each["rounds"], 0),
+            f"x {each['tokens_per_s'] / first['tokens_per_s']:.2f}" if first else "",
             *(f"{each['ms'][phase]:,.1f}" for phase in ("forward", "backward", "update")),
             *([f"{each['peak_mem_gib']:.1f}"] if memory else []),
-            f"{round(max(differences, key=abs), 4) + 0:.4f}" if differences else "",  # no -0
+            *([f"{most:.4f}" if differences else ""] if losses else []),
         ]
         rows.append(f"| {row_name(row)} | {' | '.join(cells)} |")
     return rows
@@ -864,7 +930,7 @@ def comparison_gpu_largest(found, larger) -> list[str]:
     fixed = {row_name(row): row["summary"].get("speed") for row in found["rows"]}
     for row in larger["rows"]:
         for each in (fixed[row_name(row)], row["summary"]["largest"]):
-            cells = [str(each["batch_size"]), spread(each["rounds"], 0)]
+            cells = [str(each["batch_size"]), number(each["rounds"], 0)]
             rows.append(f"| {row_name(row)} | {' | '.join(cells)} | {each['peak_mem_gib']:.1f} |")
     return rows
 
@@ -952,7 +1018,30 @@ SPEED = {
     "nodes_gpu": "chapter 3 against chapter 2, TF32",
     "fsdp_gpt2": "GPT-2 with FSDP against DDP, TF32",
     "fsdp_options": "an 8B model with FSDP, TF32",
+    "gpt2_bf16": "chapter 5 on one GPU against a bare loop",
+    "profile_blocks": "GPT-2, compiled whole and block by block",
+    "fsdp_precision": "an 8B model in each precision of chapter 5",
+    "gpt2_bf16_scaling": "chapter 5 and a bare loop on 1 and 2 GPUs",
+    "comparison_gpu_2": "GPT-2, strategies and precisions on 2 GPUs",
 }
+
+
+@table(result("profile_blocks"))
+def blocks_compiled(found) -> list[str]:
+    """Return a row for each way to compile, with the share of the model that is compiled whole."""
+    rows = ["| compiled | ms per step | tokens/s | of it compiled whole |", "|---|---:|---:|---:|"]
+    names = {
+        "transformers, no mask": "the whole model",
+        "transformers, per block": "each block",
+        "transformers, no mask, per block and the loss": "each block, and the loss",
+        "handwritten": "the model by hand, whole",
+    }
+    whole = found["transformers, no mask"]["tokens_per_s"]
+    for variant, name in names.items():
+        speed = found[variant]["tokens_per_s"]
+        times = number(found[variant]["ms_per_step"], 1)
+        rows.append(f"| {name} | {times} | {speed:,} | {speed / whole:.1%} |")
+    return rows
 
 
 @table(*map(result, SPEED))
@@ -991,13 +1080,12 @@ def growth_paper(found) -> list[str]:
         "|---|---:|---|---:|---:|---:|---:|---:|---:|",
     ]
     for row in found["paper"]:
-        waits = sorted(row["with_wait"])
         cells = [
             f"{row['tokens_per_s']:,.0f}",
             f"{row['efficiency']:.1%}",
             f"{row['mfu']:.1%}",
             f"{row['exposed_ms']:,.1f}",
-            f"{waits[0]:.1%} to {waits[-1]:.1%}" if waits else "",
+            f"{row['with_wait']:.1%}" if row["with_wait"] else "",
             f"{row['states_gib']:,.2f}",
         ]
         name = f"{row['model']} | {row['gpus']:,} | {row['network']}"
@@ -1040,7 +1128,7 @@ def speed_rows(found) -> list[str]:
         median = row["median"]
         times = (f"time/{phase}" for phase in ("total", "backward", "data"))
         cells = [
-            spread([run["tokens_per_s"] for run in row["runs"]], 0),
+            number([run["tokens_per_s"] for run in row["runs"]], 0),
             number(row["ratio"]["rounds"], 3) if "ratio" in row else "",
             *(f"{median[key]:.1f}" if key in median else "" for key in times),
             f"{median['mfu']:.1%}" if median.get("mfu") else "",
