@@ -7,6 +7,7 @@ python tests/benchmarks/fsdp.py options --output tests/benchmarks/results/fsdp_o
     gpt2        GPT-2 124M with DDP and with FSDP
     largest     the most blocks of Llama-3.1-8B with which a step succeeds, found by trying
     checkpoint  what saving takes from the training of the 8B model
+    gpt2-checkpoint  and from that of GPT-2 124M in bfloat16, on one GPU
 
 Every configuration is a run of a chapter's own script, one process for each GPU, forked from one
 that has imported PyTorch already. Evaluation, sample and, but for the last set, checkpoints are
@@ -528,12 +529,21 @@ class Sets:
         return predicted
 
     def checkpoint(self) -> None:
-        model = self.saved_model()
-        args = f"-m {model} --pretrained --tokenizer-name gpt2-tiny -b 1 --lr 1e-5 --log-freq 1"
-        args += f" --global-batch-size {self.gpus} {FULL} --keep-checkpoints 1 --ckpt-freq 10"
-        args += f" -s {self.seq_length}"
+        args = f"-m {self.saved_model()} --pretrained --tokenizer-name gpt2-tiny -b 1 --lr 1e-5"
+        args += f" --global-batch-size {self.gpus} {FULL} -s {self.seq_length}"
+        self.saves(FSDP, self.gpus, args)
+
+    def gpt2_checkpoint(self) -> None:
+        args = "-m gpt2-tiny -b 4 --global-batch-size 4"
+        if not self.tiny:
+            args = "-m gpt2 -s 1024 -b 64 --global-batch-size 64 --compile --lr 3e-4"
+        self.saves(MIXED, 1, args)
+
+    def saves(self, chapter: str, gpus: int, args: str) -> None:
+        """Train 20 steps with a checkpoint after 10, written beside the training or not."""
+        args += " --log-freq 1 --keep-checkpoints 1 --ckpt-freq 10"
         for label, more in (("async", " --async-checkpoint"), ("sync", "")):
-            row = self.configure(label, FSDP, self.gpus, args + more, 20, 3, purpose="saves")
+            row = self.configure(label, chapter, gpus, args + more, 20, 3, purpose="saves")
             self.rows.append(row)
             self.once(row)
 
@@ -584,7 +594,8 @@ class Cell:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("set", choices=["options", "precision", "gpt2", "largest", "checkpoint"])
+    sets = ["options", "precision", "gpt2", "largest", "checkpoint", "gpt2-checkpoint"]
+    parser.add_argument("set", choices=sets)
     parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
     parser.add_argument(
         "--folder", default=tempfile.gettempdir() + "/fsdp", help="for models, runs"
@@ -597,8 +608,7 @@ def main() -> None:
     args = parser.parse_args()
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(PRELOAD)
-    sets = Sets(args)
-    getattr(sets, args.set)()
+    getattr(Sets(args), args.set.replace("-", "_"))()
 
 
 if __name__ == "__main__":
