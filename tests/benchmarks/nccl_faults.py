@@ -74,20 +74,22 @@ def main() -> None:
     args = parser.parse_args()
     output = args.output or Path(tempfile.mkdtemp())
     lab = lab_script.Lab(argparse.Namespace(dist_timeout=TIMEOUT_S, output=output))
-    dumps = output / "dumps"
-    dumps.mkdir()
+    dumps = lab.folder("dumps")
     recorder = {"TORCH_FR_BUFFER_SIZE": 100, "TORCH_NCCL_DUMP_ON_TIMEOUT": 1}
     recorder["TORCH_FR_DUMP_TEMP_FILE"] = dumps / "rank_"
     recorder["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"] = dumps / "rank_"  # its name in older releases
-    runs = [
-        lab.train("crash", lab_script.CRASH, **GPUS),
-        lab.train("skipped-collective", lab_script.SKIPPED, **GPUS, **recorder),
-        lab.plain("shapes", SHAPES, "", 4, 3, **GPUS),
-        lab.plain("shapes", SHAPES, "", 2**22, 2**20, **GPUS),
-    ]
-    for run in runs:
-        show(lab, run)
-    show_flight_recorder(lab, dumps)
+    try:
+        lab.train("crash", lab_script.CRASH, **GPUS)
+        lab.train("skipped-collective", lab_script.SKIPPED, **GPUS, **recorder)
+        lab.plain("shapes", SHAPES, "", 4, 3, **GPUS)
+        lab.plain("shapes", SHAPES, "", 2**22, 2**20, **GPUS)
+        for run in lab.runs:
+            show(lab, run)
+        show_flight_recorder(lab, dumps)
+    finally:
+        for run in lab.runs:
+            if run.process.poll() is None:
+                run.kill()
 
 
 if __name__ == "__main__":

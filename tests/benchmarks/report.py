@@ -193,7 +193,7 @@ def reached(ddp_gpu, nodes_gpu, fsdp_gpt2, bf16) -> list[str]:
     ]
     commands = {
         "01-single-gpu": "python 01-single-gpu/train_llm.py",
-        "03-multi-node": "sbatch 03-multi-node/job.sbatch",
+        "03-multi-node": "bash 03-multi-node/launch_torchrun.sh",
     }
     for chapter in sorted({name for name, _ in found} - {BARE_LOOP}):
         alone = found.get((chapter, 1))
@@ -406,7 +406,7 @@ def no_sync_gpu(found) -> list[str]:
 @table(result("classifier_gpu"))
 def classifier_gpu(found) -> list[str]:
     rows = [
-        "| row | tokens/s | ms per step | GiB | test accuracy | count of words | largest class |",
+        "| row | tokens/s | ms per step | GiB | test accuracy | bag of words | largest class |",
         "|---|---:|---:|---:|---:|---:|---:|",
     ]
     for row in found["rows"]:
