@@ -15,6 +15,7 @@ left out: they are not what is measured. With --tiny all is small, to try the fi
 """
 
 import argparse
+import fnmatch
 import gc
 import json
 import logging
@@ -415,7 +416,12 @@ class Sets:
     def in_turns(self) -> None:
         """Run all rows once, and then those that want more runs again."""
         for turn in range(3):
-            wanted = [row for row in self.rows if row["wanted"] > turn >= len(row["runs"])]
+            wanted = [
+                row
+                for row in self.rows
+                if row["wanted"] > turn >= len(row["runs"])
+                and fnmatch.fnmatchcase(row["label"], self.args.only)
+            ]
             for nodes in (1, 2):  # other places need other processes
                 if series := [row for row in wanted if row.get("nodes", 1) == nodes]:
                     self.in_turn(series)
@@ -603,6 +609,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=3600, help="begin no run after these")
     parser.add_argument("--memory", type=float, default=140.4, help="GiB that a GPU has")
     parser.add_argument("--host-memory", type=float, default=512, help="GiB that the host has")
+    parser.add_argument("--only", default="*", help="labels of options or precision, as in 'tf32*'")
     parser.add_argument("--append", action="store_true", help="add to the runs of the output")
     parser.add_argument("--tiny", action="store_true", help="small models, to try this file")
     args = parser.parse_args()
