@@ -3,8 +3,9 @@
 python tests/benchmarks/overhead.py --output tests/benchmarks/results/overhead_cpu.json
 
 The chapter's own script runs. After every few of its steps a hook on the optimizer does as many
-steps of the bare loop, in the same process, so that both see the same machine. All arguments after
--- go to the chapter.
+steps of the bare loop, in the same process, so that both see the same machine. The bare loop of
+chapters 4 and 5 is sharded too, on a world of one. All arguments after -- go to the chapter, and
+chapter 5 needs a --precision among them.
 """
 
 import argparse
@@ -20,13 +21,15 @@ from pathlib import Path
 import torch
 from machine import write_result
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers import AutoModelForCausalLM
 
 from common.data import load_blocks, split_batch
-from common.models import causal_attention, load_config, load_tokenizer
+from common.models import causal_attention, find_blocks, load_config, load_tokenizer
 
 REPOSITORY = Path(__file__).parents[2]
+HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 WARM_UP = 2  # pairs of segments that are not counted: compilation, first allocations, caches
 
 
@@ -46,10 +49,24 @@ class BareLoop:
             config, attn_implementation=causal_attention(config), dtype=torch.float32
         )
         self.model.to(device=device, dtype=getattr(torch, args.param_dtype)).train()
-        if args.compile:
+        if hasattr(args, "reshard_after_forward"):
+            self.shard(args)
+        elif args.compile:
             self.model.compile()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, fused=True)
         self.device, self.next = device, 0
+
+    def shard(self, args: argparse.Namespace) -> None:
+        """Do what chapters 4 and 5 do to a model, with no option but --compile and --precision."""
+        half = HALF.get(getattr(args, "precision", None))
+        policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32)
+        for block in find_blocks(self.model):
+            fully_shard(block, mp_policy=policy)
+            if args.compile:
+                block.forward = torch.compile(block.forward)
+        fully_shard(self.model, mp_policy=policy)
+        if args.compile:
+            self.model.loss_function = torch.compile(self.model.loss_function)
 
     def step(self) -> None:
         for _ in range(self.accumulation):
@@ -64,8 +81,9 @@ class BareLoop:
 class Alternate:
     """The hook: after `stride` steps of the chapter, `stride` steps of the bare loop."""
 
-    def __init__(self, bare: BareLoop, stride: int) -> None:
-        self.bare, self.stride = bare, stride
+    def __init__(self, args: argparse.Namespace, device: torch.device, stride: int) -> None:
+        self.args, self.device, self.stride = args, device, stride
+        self.bare: BareLoop | None = None  # once the chapter has a process group
         self.steps, self.inside, self.start = 0, False, None
         self.chapter_ms: list[float] = []
         self.bare_ms: list[float] = []
@@ -77,6 +95,7 @@ class Alternate:
         if self.steps % self.stride:
             return
         self.inside = True
+        self.bare = self.bare or BareLoop(self.args, self.device)
         now = self.now()
         if self.start is not None:
             self.chapter_ms.append(1000 * (now - self.start) / self.stride)
@@ -87,7 +106,7 @@ class Alternate:
         self.inside = False
 
     def now(self) -> float:
-        if self.bare.device.type == "cuda":
+        if self.device.type == "cuda":
             torch.cuda.synchronize()
         return time.perf_counter()
 
@@ -112,7 +131,7 @@ def main() -> None:
         never = str(10**9)
         sys.argv = ["train_llm.py", *args.chapter_args, "--save-dir", folder, "-e", "run"]
         sys.argv += ["--max-steps", str(steps), "--eval-freq", never, "--ckpt-freq", never]
-        alternate = Alternate(BareLoop(chapter.get_args(), device), args.stride)
+        alternate = Alternate(chapter.get_args(), device, args.stride)
         handle = register_optimizer_step_post_hook(alternate)
         chapter.main()
         handle.remove()
