@@ -428,8 +428,10 @@ def test_bad_input_is_not_requeued(lab):
 def test_elastic(lab):
     """Two nodes, one of them killed, later back: 24 sequences in every step, none of them twice."""
     words = ["bash", ROOT / "03-multi-node/launch_torchrun.sh"]
-    env = {"NNODES": "1:2", "HEAD": "node1:29400", "NPROC_PER_NODE": 1, "PAUSE": 0.5}
-    env |= {"MAX_RESTARTS": 3, "LAST_CALL": 3}
+    # A node needs some seconds to come, more on a busy machine: the first waits for it, and the run
+    # must not be over when it comes back.
+    env = {"NNODES": "1:2", "HEAD": "node1:29400", "NPROC_PER_NODE": 1, "PAUSE": 1.5}
+    env |= {"MAX_RESTARTS": 3, "LAST_CALL": 8}
 
     def launch(node: str) -> subprocess.Popen:
         return lab.launch("elastic", *lab.enter(node), *words, **env)
