@@ -10,6 +10,9 @@ os.environ["WANDB_MODE"] = "disabled"
 # Threads cost more than they bring to models this small, most of all beside other processes.
 os.environ["OMP_NUM_THREADS"] = "1"
 
+import atexit  # noqa: E402
+import contextlib  # noqa: E402
+import functools  # noqa: E402
 import json  # noqa: E402
 import random  # noqa: E402
 import signal  # noqa: E402
@@ -22,12 +25,14 @@ from pathlib import Path  # noqa: E402
 
 import pytest  # noqa: E402
 import torch  # noqa: E402
+import warm  # noqa: E402
 from cluster import cluster  # noqa: E402, F401
 from runner import load_script  # noqa: E402
 
 ROOT = Path(__file__).parents[1]
 CHAPTERS = sorted(path.parent.name for path in ROOT.glob("[0-9][0-9]-*/train_llm.py"))
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
+ENVIRONMENT = dict(os.environ)  # before any test has changed it
 
 
 @pytest.hookimpl(tryfirst=True)  # pytest-xdist then sees the groups
@@ -90,12 +95,32 @@ def read_metrics(run_dir: Path) -> list[dict]:
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
-def run_script(*args: object, timeout: float = 600, **env: str) -> subprocess.CompletedProcess:
+@functools.cache
+def quick_commands() -> Path:
+    """Return the folder of the `python` and `torchrun` that need not import PyTorch, of warm.py."""
+    stack = contextlib.ExitStack()
+    atexit.register(stack.close)
+    return stack.enter_context(warm.commands(ENVIRONMENT))
+
+
+def quick(**env: object) -> dict[str, str]:
+    """Return an environment in which a reader's commands find them first, with these variables."""
+    folder = quick_commands()
+    return {
+        **os.environ,
+        "PATH": f"{folder}:{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PYTHON_EXEC": f"{folder}/python",
+        "VIRTUAL_ENV": sys.prefix,  # launch files take `python` then
+        **{key: str(value) for key, value in env.items()},
+    }
+
+
+def run_script(*args: object, timeout: float = 600, **env: object) -> subprocess.CompletedProcess:
     """Run `python ARGS` from the repository's root, as a reader does."""
     return subprocess.run(
-        [sys.executable, *map(str, args)],
+        [f"{quick_commands()}/python", *map(str, args)],
         cwd=ROOT,
-        env={**os.environ, **env},
+        env=quick(**env),
         capture_output=True,
         text=True,
         timeout=timeout,

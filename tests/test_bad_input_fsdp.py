@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import safetensors
 import torch
-from conftest import ROOT, first_then_slow, read_metrics
+from conftest import ROOT, first_then_slow, quick, read_metrics
 from runner import Ranks, finish, start
 from safetensors.torch import load_file, save_file
 from test_bad_input import listing
@@ -384,9 +384,12 @@ def test_zero1_is_accepted(hub):
 def test_under_the_launch_file_rank_0_alone_speaks(hub, tmp_path):
     """torchrun ends the other rank; its own status is 1."""
     words = ["bash", ROOT / CHAPTER / "launch.sh", *hub.flags("gpt2", "launched"), "--hsdp"]
-    env = {**os.environ, "NPROC_PER_NODE": "2"}
     done = subprocess.run(
-        [str(word) for word in words], env=env, capture_output=True, text=True, timeout=90
+        [str(word) for word in words],
+        env=quick(NPROC_PER_NODE=2),
+        capture_output=True,
+        text=True,
+        timeout=90,
     )
     assert done.returncode == 1
     sentence = "--hsdp replicates over nodes and there is one: leave it out."

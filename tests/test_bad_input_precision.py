@@ -6,14 +6,13 @@ The devices are planted: what a GPU of another kind answers, this machine answer
 import argparse
 import functools
 import json
-import os
 import subprocess
 import sys
 from collections.abc import Callable
 
 import pytest
 import torch
-from conftest import ROOT, first_then_slow, load_script
+from conftest import ROOT, first_then_slow, load_script, quick
 from runner import Ranks
 from test_bad_input import listing
 from test_bad_input_fsdp import say_it_soon
@@ -183,9 +182,12 @@ def test_unknown_precision(monkeypatch, capsys):
 def test_under_the_launch_file_rank_0_alone_speaks(flags, tmp_path):
     """torchrun ends the other rank; its own status is 1."""
     words = ["bash", ROOT / CHAPTER / "launch.sh", *flags, "--precision", "fp8"]
-    env = {**os.environ, "NPROC_PER_NODE": "2"}
     done = subprocess.run(
-        [str(word) for word in words], env=env, capture_output=True, text=True, timeout=90
+        [str(word) for word in words],
+        env=quick(NPROC_PER_NODE=2),
+        capture_output=True,
+        text=True,
+        timeout=90,
     )
     assert done.returncode == 1
     said = (done.stdout + done.stderr).splitlines()

@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ROOT, TORCHRUN, free_port, load_script, read_metrics, run_script
+from conftest import ROOT, TORCHRUN, free_port, load_script, quick, read_metrics, run_script
 from datasets import ClassLabel, Dataset, Features, Value
 from runner import ask_ranks, place_of
 from safetensors.torch import load_file
@@ -737,7 +737,7 @@ def test_launch_file_works_from_anywhere(runs, tmp_path):
     command = ["bash", str(ROOT / "02-ddp/launch_classifier.sh"), "--model-name", "gpt2-tiny"]
     command += ["--num-epochs", "1", "--batch-size", "4", "-d", str(runs.folder / "data")]
     command += ["--save-dir", str(tmp_path), "-e", "run"]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
+    done = subprocess.run(command, cwd=tmp_path, env=quick(), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert read_metrics(tmp_path / "run")[-1]["step"] == 3
     assert "largest class" in done.stdout + done.stderr

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 from cluster import PATIENCE_S
-from conftest import ROOT, first_then_slow, free_port
+from conftest import ROOT, first_then_slow, free_port, quick
 from runner import finish, start
 from test_multi_node import NODES, PAUSE, STEPS, Lab, note_samples
 from test_parity import Ladder, assert_parity, plant
@@ -107,12 +107,10 @@ def alone(ladder: Ladder) -> str:
 
 
 @pytest.mark.slow
-def test_two_launchers_on_one_machine_are_two_nodes(ladder, monkeypatch):
-    monkeypatch.setenv("HEAD", f"localhost:{free_port()}")
-    monkeypatch.setenv("NNODES", "2")
-    monkeypatch.setenv("NPROC_PER_NODE", "2")
+def test_two_launchers_on_one_machine_are_two_nodes(ladder):
+    env = quick(HEAD=f"localhost:{free_port()}", NNODES=2, NPROC_PER_NODE=2)
     words = ["bash", ROOT / "04-fsdp/launch.sh", *ladder.flags("launchers", "-b", 6, "--hsdp")]
-    nodes = [subprocess.Popen([str(word) for word in words]) for _ in range(2)]
+    nodes = [subprocess.Popen([str(word) for word in words], env=env) for _ in range(2)]
     assert [node.wait(PATIENCE_S) for node in nodes] == [0, 0]
     expected, found = ladder.metrics(alone(ladder)), ladder.metrics("launchers")
     for key, rel in (("loss", 1e-5), ("grad_norm", 1e-3), ("eval_loss", 1e-5)):

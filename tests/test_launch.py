@@ -18,6 +18,7 @@ from conftest import (
     TORCHRUN,
     first_then_slow,
     free_port,
+    quick,
     read_metrics,
     run_script,
     wait_for_file,
@@ -486,9 +487,11 @@ def test_launch_file_keeps_logs_and_errors_of_each_rank(chapter, flags, tmp_path
 
     def run(*args: object) -> subprocess.CompletedProcess:
         command = ["bash", launch_file, *flags, *args]
-        environment = {**os.environ, "NPROC_PER_NODE": "2"}
         return subprocess.run(
-            [str(word) for word in command], env=environment, capture_output=True, text=True
+            [str(word) for word in command],
+            env=quick(NPROC_PER_NODE=2),
+            capture_output=True,
+            text=True,
         )
 
     done = run("-e", "run")

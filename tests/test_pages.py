@@ -9,7 +9,6 @@ import ast
 import datetime
 import functools
 import json
-import os
 import re
 import shlex
 import shutil
@@ -18,7 +17,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import CHAPTERS, ROOT
+from conftest import CHAPTERS, ROOT, quick, quick_commands
 
 from common import launch
 
@@ -406,7 +405,13 @@ def checkout(tmp_path_factory) -> Path:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, folder / name)
     if (ROOT / ".venv").exists():
-        (folder / ".venv").symlink_to(ROOT / ".venv")
+        files = {path.relative_to(ROOT): path for path in (ROOT / ".venv").glob("bin/*")}
+        files |= {path.relative_to(ROOT): path for path in (ROOT / ".venv").iterdir()}
+        files |= {Path(".venv/bin", path.name): path for path in quick_commands().iterdir()}
+        del files[Path(".venv/bin")]
+        (folder / ".venv/bin").mkdir(parents=True)
+        for name, path in files.items():
+            (folder / name).symlink_to(path)
     texts = [f"Text number {n}, of many words that are not all the same. " * 60 for n in range(120)]
     (folder / "my-text.txt").write_text("\n".join(texts))
     (folder / "my-folder").mkdir()
@@ -464,7 +469,7 @@ def test_command(command, request, tmp_path):
         command = re.sub(r"(\s#.*)?$", f" {added}", command)
     elif "compare.py" in command:
         command += " --seconds 20"  # begins no row after them
-    environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
+    environment = quick()
     if (ROOT / ".venv").exists():
         environment.pop("VIRTUAL_ENV", None)
     done = subprocess.run(

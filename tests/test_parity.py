@@ -19,6 +19,7 @@ from conftest import (
     first_then_slow,
     float32,
     free_port,
+    quick,
     random_texts,
     read_metrics,
 )
@@ -198,13 +199,11 @@ def test_same_training_with_sharded_moments(ladder, run):
 
 
 @pytest.mark.slow
-def test_two_launchers_on_one_machine_are_one(ladder, monkeypatch):
+def test_two_launchers_on_one_machine_are_one(ladder):
     """Two nodes, as far as torchrun is concerned, and as one can have them without root."""
-    monkeypatch.setenv("HEAD", f"localhost:{free_port()}")
-    monkeypatch.setenv("NNODES", "2")
-    monkeypatch.setenv("NPROC_PER_NODE", "2")
+    env = quick(HEAD=f"localhost:{free_port()}", NNODES=2, NPROC_PER_NODE=2)
     words = ["bash", ROOT / "03-multi-node/launch_torchrun.sh", *ladder.flags("two-launchers")]
-    nodes = [subprocess.Popen([str(word) for word in words]) for _ in range(2)]
+    nodes = [subprocess.Popen([str(word) for word in words], env=env) for _ in range(2)]
     assert [node.wait(100) for node in nodes] == [0, 0]
     alone = ladder.metrics(ladder.alone("-m", "gpt2-tiny", "-b", 24))
     for key, rel in (("loss", 1e-5), ("grad_norm", 1e-3), ("eval_loss", 1e-5)):

@@ -1,0 +1,94 @@
+"""The interpreter of warm.py: as the real one, but for the time it takes to start."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from conftest import quick, quick_commands, wait_for_file
+
+SCRIPT = """\
+import json, os, signal, sys
+folder, environment = os.getcwd(), {k: os.environ.get(k) for k in ("RANK", "NNODES")}
+print(json.dumps([sys.argv, sys.path[0], folder, environment, sys.executable, __name__]))
+print("transformers" in sys.modules, file=sys.stderr)
+if "ignored" in sys.argv:
+    print(signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN)
+if "wrong" in sys.argv:
+    raise ValueError("wrong")
+if "killed" in sys.argv:
+    os.kill(os.getpid(), signal.SIGKILL)
+if "wait" in sys.argv:
+    open("pid", "w").write(str(os.getpid()))
+    signal.pause()
+sys.exit({"none": None, "word": "a word", "true": True}.get(sys.argv[-1], 7))
+"""
+
+
+@pytest.fixture
+def start(tmp_path):
+    """Return a function that starts the script with these arguments, in a shell."""
+    (tmp_path / "script.py").write_text(SCRIPT)
+
+    def start(*args: str, command="exec python script.py", **env: object) -> subprocess.Popen:
+        words = ["bash", "-c", f'{command} "$@"', "bash", *args]
+        pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+        return subprocess.Popen(words, cwd=tmp_path, env=quick(**env), **pipes)
+
+    return start
+
+
+def end(process: subprocess.Popen) -> tuple[int, str, list[str]]:
+    out, err = process.communicate(timeout=60)
+    return process.returncode, out, err.splitlines()
+
+
+@pytest.mark.parametrize("args", [("a b", ""), ("none",), ("word",), ("true",), ("wrong",)])
+def test_a_process_is_as_with_the_real_interpreter(start, args):
+    status, out, err = end(start(*args, RANK=3))
+    assert err[0] == "True", "it is not quick"
+    real = end(start(*args, command=f"exec {sys.executable} script.py", RANK=3))
+    assert real[2][0] == "False"
+    # Of a traceback, the last line: it has more frames.
+    assert (status, out, err[1:][-1:]) == (*real[:2], real[2][1:][-1:])
+    assert json.loads(out)[0] == ["script.py", *args]
+
+
+def test_other_variables_and_other_commands_get_the_real_one(start):
+    assert end(start(HF_HUB_OFFLINE=1))[2] == ["False"]
+    assert end(start(NNODES=2))[2] == ["True"]
+    program = "import sys; print('torch' in sys.modules)"
+    assert end(start(program, command="exec python -c"))[1] == "False\n"
+
+
+def test_signals_reach_it_and_its_own_end_is_seen(start, tmp_path):
+    assert end(start("killed"))[0] == -signal.SIGKILL
+    process = start("wait")
+    wait_for_file(tmp_path / "pid", lambda: process.poll() is None)
+    process.terminate()
+    assert end(process)[0] == -signal.SIGTERM
+    assert "\nTrue\n" in end(start("ignored", command="trap '' USR1; exec python script.py"))[1]
+    assert "\nFalse\n" in end(start("ignored"))[1]
+
+
+def test_it_dies_with_the_command(start, tmp_path):
+    process = start("wait")
+    wait_for_file(tmp_path / "pid", lambda: process.poll() is None)
+    pid = int((tmp_path / "pid").read_text())
+    process.kill()
+    end(process)
+    deadline = time.monotonic() + 10
+    while Path(f"/proc/{pid}").exists():
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_torchrun_and_its_ranks_are_quick(start):
+    command = "exec torchrun --standalone --nproc-per-node 2 script.py"
+    _, out, err = end(start(command=command))
+    ranks = [json.loads(line)[3]["RANK"] for line in out.splitlines()]
+    assert sorted(ranks) == ["0", "1"] and err.count("True") == 2
+    assert (quick_commands() / "torchrun").exists()
