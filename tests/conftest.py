@@ -39,15 +39,18 @@ ENVIRONMENT = dict(os.environ)  # before any test has changed it
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Skip what this machine lacks, and say what it is.
 
-    With pytest-xdist a process gets whole files, whose tests share what fixtures have started. One
-    gets all those with a cluster. What takes longest begins first.
+    With pytest-xdist a process gets whole files, whose tests share what fixtures have started, and
+    those with a cluster in two groups. What takes longest begins first.
     """
     longest = ("test_labs", "test_pages")
+    multi_node = ("test_local_cluster", "test_multi_node")
     on_cluster = {item.path for item in items if item.get_closest_marker("slurm")}
     if "PYTEST_XDIST_WORKER" in os.environ:
         items.sort(key=lambda item: (item.path not in on_cluster, item.path.stem not in longest))
         for item in items:
-            name = "cluster" if item.path in on_cluster else item.path.name
+            name = item.path.name
+            if item.path in on_cluster:
+                name = "multi-node" if item.path.stem in multi_node else "other on a cluster"
             item.add_marker(pytest.mark.xdist_group(name))
     gpus = torch.cuda.device_count()
     for item in items:

@@ -138,6 +138,8 @@ def keep(connection: socket.socket, before: dict[str, str]) -> NoReturn:
         request = json.loads(lines.readline())
     asked = request["environment"]
     different = {key for key in {*before, *asked} if before.get(key) != asked.get(key)}
+    if not any(Path(path, "sitecustomize.py").exists() for path in python_path(asked)):
+        different.discard("PYTHONPATH")
     if not all(map(FREE.fullmatch, different)):
         connection.sendall(b"not here\n")
         os._exit(0)
@@ -158,6 +160,10 @@ def keep(connection: socket.socket, before: dict[str, str]) -> NoReturn:
     os._exit(0)
 
 
+def python_path(environment: dict[str, str]) -> list[str]:
+    return [path for path in environment.get("PYTHONPATH", "").split(":") if path]
+
+
 def become(
     fds: list[int], args: list[str], folder: str, environment: dict, ignored: list[int]
 ) -> NoReturn:
@@ -166,6 +172,7 @@ def become(
         os.dup2(fd, target)
         os.close(fd)
     os.chdir(folder)
+    sys.path[1:1] = [path for path in python_path(environment) if path not in sys.path]
     os.environ.clear()
     os.environ.update(environment)
     for number in ignored:
