@@ -12,6 +12,7 @@ import os
 import re
 import tempfile
 import time
+from collections.abc import Mapping
 from pathlib import Path
 
 import nbformat
@@ -28,7 +29,7 @@ def labs() -> list[Path]:
     return sorted(ROOT.glob("[0-9][0-9]-*/lab.ipynb"))
 
 
-def execute(path: Path) -> NotebookNode:
+def execute(path: Path, environment: Mapping[str, str] = os.environ) -> NotebookNode:
     """Return a notebook with the outputs of a run. Raises nbclient's CellExecutionError."""
     notebook = nbformat.read(path, as_version=4)
     with tempfile.TemporaryDirectory() as folder:
@@ -45,7 +46,7 @@ def execute(path: Path) -> NotebookNode:
             config=Config({"KernelManager": {"transport": "ipc", "ip": f"{folder}/kernel"}}),
         )
         # Not the reader's own configuration and history.
-        client.execute(env={**os.environ, "IPYTHONDIR": f"{folder}/ipython"})
+        client.execute(env={**environment, "IPYTHONDIR": f"{folder}/ipython"})
     return notebook
 
 

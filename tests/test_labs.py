@@ -7,7 +7,7 @@ from pathlib import Path
 import labs
 import nbformat
 import pytest
-from conftest import CHAPTERS, ROOT
+from conftest import CHAPTERS, ROOT, quick
 
 from common import lab as helpers
 
@@ -37,7 +37,7 @@ def test_is_stored_as_it_ran_from_top_to_bottom(lab):
 
 def test_prints_again_what_is_stored(lab):
     stored = nbformat.read(lab, as_version=4)
-    faults = labs.compare(stored, labs.execute(lab))
+    faults = labs.compare(stored, labs.execute(lab, quick()))
     version = stored.metadata.language_info.version
     if version != platform.python_version():
         assert not [fault for fault in faults if " drew " in fault]

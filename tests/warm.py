@@ -50,11 +50,11 @@ import json
 server = socket.socket(socket.AF_UNIX)
 server.connect({address!r})
 ignored = [n for n in {forwarded} if signal.getsignal(n) == signal.SIG_IGN]
-for number in set({forwarded}) - set(ignored):
-    signal.signal(number, lambda number, _: server.send(bytes([number])))
 request = dict(args=args, folder=os.getcwd(), environment=dict(os.environ), ignored=ignored)
 socket.send_fds(server, [b"\\n"], [0, 1, 2])
 server.sendall(json.dumps(request).encode() + b"\\n")
+for number in set({forwarded}) - set(ignored):
+    signal.signal(number, lambda number, _: server.send(bytes([number])))
 answer = server.makefile().readline()
 if answer == "not here\\n":
     os.execv(real[0], real)
@@ -134,8 +134,11 @@ def keep(connection: socket.socket, before: dict[str, str]) -> NoReturn:
     """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     _, fds, *_ = socket.recv_fds(connection, 1, 3)
-    with connection.makefile() as lines:
-        request = json.loads(lines.readline())
+    text = b""
+    while b"\n" not in text:
+        text += connection.recv(2**16) or os._exit(1)
+    text, _, signals = text.partition(b"\n")
+    request = json.loads(text)
     asked = request["environment"]
     different = {key for key in {*before, *asked} if before.get(key) != asked.get(key)}
     if not any(Path(path, "sitecustomize.py").exists() for path in python_path(asked)):
@@ -150,10 +153,13 @@ def keep(connection: socket.socket, before: dict[str, str]) -> NoReturn:
     for fd in fds:
         os.close(fd)
     ended = os.pidfd_open(child)
-    while ended not in select.select([connection, ended], [], [])[0]:
-        # No signal: the client is dead, and so is what it stands for.
-        for number in connection.recv(64) or [signal.SIGKILL]:
+    while True:
+        for number in signals:
             signal.pidfd_send_signal(ended, number)
+        if ended in select.select([connection, ended], [], [])[0]:
+            break
+        # Nothing: the client is dead, and so is what it stands for.
+        signals = connection.recv(64) or [signal.SIGKILL]
     _, status = os.waitpid(child, 0)
     with contextlib.suppress(OSError):
         connection.sendall(f"{os.waitstatus_to_exitcode(status)}\n".encode())
