@@ -101,6 +101,8 @@ def read_metrics(run_dir: Path) -> list[dict]:
 @functools.cache
 def quick_commands() -> Path:
     """Return the folder of the `python` and `torchrun` that need not import PyTorch, of warm.py."""
+    if sys.platform != "linux":
+        return Path(sys.executable).parent
     stack = contextlib.ExitStack()
     atexit.register(stack.close)
     return stack.enter_context(warm.commands(ENVIRONMENT))

@@ -405,16 +405,15 @@ def checkout(tmp_path_factory) -> Path:
             (folder / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy2(ROOT / name, folder / name)
     if (ROOT / ".venv").exists():
-        files = {path.relative_to(ROOT): path for path in (ROOT / ".venv").glob("bin/*")}
-        files |= {path.relative_to(ROOT): path for path in (ROOT / ".venv").iterdir()}
-        files |= {Path(".venv/bin", path.name): path for path in quick_commands().iterdir()}
-        del files[Path(".venv/bin")]
         (folder / ".venv/bin").mkdir(parents=True)
-        for name, path in files.items():
-            (folder / name).symlink_to(path)
-        for stamp in (".train", ".test"):  # as new as what make compares them with: nothing to do
-            (folder / ".venv" / stamp).unlink(missing_ok=True)
-            (folder / ".venv" / stamp).touch()
+        commands = [*(ROOT / ".venv/bin").iterdir(), *quick_commands().iterdir()]
+        for name, path in {path.name: path for path in commands}.items():
+            (folder / ".venv/bin" / name).symlink_to(path)
+        for path in (ROOT / ".venv").iterdir():
+            if path.is_file():  # newer than python, so that make has nothing to install
+                (folder / ".venv" / path.name).write_text(path.read_text())
+            elif path.name != "bin":
+                (folder / ".venv" / path.name).symlink_to(path)
     texts = [f"Text number {n}, of many words that are not all the same. " * 60 for n in range(120)]
     (folder / "my-text.txt").write_text("\n".join(texts))
     (folder / "my-folder").mkdir()

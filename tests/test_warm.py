@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 from conftest import quick, quick_commands, wait_for_file
 
+pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
 SCRIPT = """\
 import json, os, signal, sys
 folder, environment = os.getcwd(), {k: os.environ.get(k) for k in ("RANK", "NNODES")}
