@@ -4,10 +4,10 @@ import json
 import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
+from cluster import Cluster
 from conftest import quick, quick_commands, wait_for_file
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
@@ -81,10 +81,7 @@ def test_it_dies_with_the_command(start, tmp_path):
     pid = int((tmp_path / "pid").read_text())
     process.kill()
     end(process)
-    deadline = time.monotonic() + 10
-    while Path(f"/proc/{pid}").exists():
-        assert time.monotonic() < deadline
-        time.sleep(0.05)
+    Cluster.until(lambda: not Path(f"/proc/{pid}").exists(), "it is dead", 10)
 
 
 def test_torchrun_and_its_ranks_are_quick(start):

@@ -1,10 +1,10 @@
 """An interpreter that is there at once, for tests that start the guide's commands as a reader does.
 
 A start of Python takes four seconds of processor time before a script's first line, nearly all to
-import PyTorch and transformers. `commands` makes a `python` and a `torchrun` that have a
-server do it: it has imported them once, and forks. All else of a process is as ever: arguments,
-folder, environment, streams, signals, exit status. Where the environment differs in a variable that
-a library may have read already, or something but a script or torchrun is to be run, the real
+import PyTorch and transformers. `commands` makes a `python` and a `torchrun` that have a server do
+it: it has imported them once, and forks. All else of a process is as ever: arguments, folder,
+environment, streams, signals, exit status. Where the environment differs in a variable that a
+library may have read already, or something but a script or torchrun is to be run, the real
 interpreter is started. So it is for tests of processes and networks: they do not use this.
 """
 
@@ -18,7 +18,6 @@ import runpy
 import select
 import signal
 import socket
-import stat
 import subprocess
 import sys
 import tempfile
@@ -86,7 +85,7 @@ def commands(environment: dict[str, str]) -> Iterator[Path]:
                     forwarded=[int(number) for number in FORWARDED],
                 )
             )
-            client.chmod(client.stat().st_mode | stat.S_IXUSR)
+            client.chmod(0o755)
         # It ends with this process, whichever way that ends: its input is closed then.
         command = [sys.executable, __file__, address]
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
@@ -103,10 +102,6 @@ def serve(address: str) -> None:
     """Fork for whoever asks, until the standard input is closed."""
     before = dict(os.environ)
     import datasets  # noqa: F401
-    import torch.distributed.checkpoint
-    import torch.distributed.elastic
-    import torch.distributed.fsdp
-    import torch.distributed.run  # noqa: F401
     import transformers.models.gpt2.modeling_gpt2
     import transformers.models.llama.modeling_llama  # noqa: F401
 
@@ -191,7 +186,6 @@ def become(
     try:
         if args[0] == "-m":
             sys.argv, sys.path[0] = args[1:], folder
-            sys.modules.pop(args[1], None)  # runpy warns of what is there
             runpy.run_module(args[1], run_name="__main__", alter_sys=True)
         else:
             sys.argv, sys.path[0] = args, str(Path(args[0]).resolve().parent)
