@@ -102,6 +102,9 @@ def serve(address: str) -> None:
     """Fork for whoever asks, until the standard input is closed."""
     before = dict(os.environ)
     import datasets  # noqa: F401
+    import torch.distributed.checkpoint
+    import torch.distributed.fsdp
+    import torch.distributed.launcher.api  # noqa: F401  what torchrun imports, not torchrun
     import transformers.models.gpt2.modeling_gpt2
     import transformers.models.llama.modeling_llama  # noqa: F401
 
