@@ -33,6 +33,7 @@ ROOT = Path(__file__).parents[1]
 CHAPTERS = sorted(path.parent.name for path in ROOT.glob("[0-9][0-9]-*/train_llm.py"))
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 ENVIRONMENT = dict(os.environ)  # before any test has changed it
+HIDES_GPUS = "CUDA_VISIBLE_DEVICES"
 
 
 @pytest.hookimpl(tryfirst=True)  # pytest-xdist then sees the groups
@@ -109,10 +110,15 @@ def quick_commands() -> Path:
 
 
 def quick(**env: object) -> dict[str, str]:
-    """Return an environment in which a reader's commands find them first, with these variables."""
+    """Return an environment in which a reader's commands find them first, with these variables.
+
+    It has none of those that a library, imported by a test, has set in this process.
+    """
     folder = quick_commands()
+    hidden = {HIDES_GPUS: os.environ[HIDES_GPUS]} if HIDES_GPUS in os.environ else {}
     return {
-        **os.environ,
+        **ENVIRONMENT,
+        **hidden,
         "PATH": f"{folder}:{Path(sys.executable).parent}:{os.environ['PATH']}",
         "PYTHON_EXEC": f"{folder}/python",
         "VIRTUAL_ENV": sys.prefix,  # launch files take `python` then
@@ -145,7 +151,7 @@ def wait_for_file(path: Path, running: Callable[[], bool], timeout: float = 300)
 def hide_gpus(request, monkeypatch):
     """Tests without the marker see no GPU: they compare what a CPU computes, to the last digit."""
     if not any(map(request.node.get_closest_marker, ("gpu", "multi_gpu"))):
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+        monkeypatch.setenv(HIDES_GPUS, "")
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
 

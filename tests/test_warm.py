@@ -65,6 +65,11 @@ def test_other_variables_and_other_commands_get_the_real_one(start):
     assert end(start(program, command="exec python -c"))[1] == "False\n"
 
 
+def test_what_a_library_sets_in_the_tests_does_not_make_them_slow(start, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "elsewhere")
+    assert end(start())[2] == ["True"]
+
+
 def test_signals_reach_it_and_its_own_end_is_seen(start, tmp_path):
     assert end(start("killed"))[0] == -signal.SIGKILL
     process = start("wait")
@@ -86,7 +91,7 @@ def test_it_dies_with_the_command(start, tmp_path):
 
 def test_torchrun_and_its_ranks_are_quick(start):
     command = "exec torchrun --standalone --nproc-per-node 2 script.py"
-    _, out, err = end(start(command=command))
+    _, out, err = end(start("none", command=command))  # with status 0: none is ended by another
     ranks = [json.loads(line)[3]["RANK"] for line in out.splitlines()]
     assert sorted(ranks) == ["0", "1"] and err.count("True") == 2
     assert (quick_commands() / "torchrun").exists()
