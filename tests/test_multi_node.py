@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 import test_pages
 from cluster import PATIENCE_S, Cluster, give_up
-from conftest import ROOT, read_metrics
+from conftest import ROOT, quick, quick_commands, read_metrics
 from runner import Ranks, finish, start
 from test_resume import EXACT
 
@@ -29,6 +29,7 @@ NODES = ["node1", "node2"]
 STEPS = 24
 CKPT_FREQ = 4
 JOB, JOB_SRUN = "03-multi-node/job.sbatch", "03-multi-node/job_srun.sbatch"
+REAL = {"PYTHON": sys.executable, "PYTHON_EXEC": sys.executable}
 PAUSE = 0.15  # after each step of a run that is to be hit
 
 
@@ -49,11 +50,15 @@ class Lab:
         return [str(word) for word in words]
 
     def environment(self, name: str, **env: object) -> dict[str, str]:
-        """Return the environment of a launcher: in it the runs' notes, and few threads."""
+        """Return the environment of a launcher: in it the runs' notes, and few threads.
+
+        Its processes start quickly. Tests that kill some give REAL: how they die matters there.
+        """
         notes = self.folder / f"{name}.notes"
         notes.mkdir(exist_ok=True)
         own = {
-            "HF_HOME": self.folder / "cache",
+            "PYTHON": quick_commands() / "python",
+            "PYTHON_EXEC": quick_commands() / "python",
             "NOTES": notes,
             "FORWARD": "NOTES PAUSE",
             "PYTHONPATH": f"{ROOT / 'tests/hooks'}:{ROOT}",
@@ -310,7 +315,7 @@ def restarts(lab: Lab, job: str) -> int:
 @pytest.mark.parametrize("job", [JOB, JOB_SRUN], ids=["torchrun", "srun"])
 def test_signal_before_the_end(lab, job):
     name = f"signal-{Path(job).stem}"
-    number = hit(lab, job, name)
+    number = hit(lab, job, name, **REAL)
     lab.cluster.shell("scancel", "--signal=USR1", number)
     assert lab.ends(number) == "COMPLETED", lab.log(name)
     assert restarts(lab, number) == 1
@@ -337,7 +342,7 @@ def test_preempted(lab):
 @pytest.mark.slow
 def test_kill_9_of_a_worker(lab):
     """torchrun starts all ranks again, by itself."""
-    number = hit(lab, JOB, "worker")
+    number = hit(lab, JOB, "worker", **REAL)
     os.kill(lab.workers("node2")[0], signal.SIGKILL)
     assert lab.ends(number) == "COMPLETED", lab.log("worker")
     assert restarts(lab, number) == 0
@@ -350,7 +355,7 @@ def test_kill_9_of_a_worker(lab):
 def test_kill_9_of_a_launcher(lab, node):
     """Its processes go with it, the step ends, and the job goes back to the queue."""
     name = f"launcher-{node}"
-    number = hit(lab, JOB, name)
+    number = hit(lab, JOB, name, **REAL)
     (agent,) = lab.processes(node, "-m torch.distributed.run")
     (worker,) = lab.workers(node)
     os.kill(agent, signal.SIGKILL)
@@ -363,7 +368,7 @@ def test_kill_9_of_a_launcher(lab, node):
 @pytest.mark.slow
 def test_kill_9_of_a_task_of_srun(lab):
     """Nobody starts it again: the job ends; it had come further, so it goes back to the queue."""
-    number = hit(lab, JOB_SRUN, "task")
+    number = hit(lab, JOB_SRUN, "task", **REAL)
     os.kill(lab.workers("node2")[0], signal.SIGKILL)
     assert lab.ends(number) == "COMPLETED", lab.log("task")
     assert restarts(lab, number) == 1
@@ -431,7 +436,7 @@ def test_elastic(lab):
     # A node needs some seconds to come, more on a busy machine: the first waits for it, and the run
     # must not be over when it comes back.
     env = {"NNODES": "1:2", "HEAD": "node1:29400", "NPROC_PER_NODE": 1, "PAUSE": 1.5}
-    env |= {"MAX_RESTARTS": 3, "LAST_CALL": 8}
+    env |= {"MAX_RESTARTS": 3, "LAST_CALL": 8, **REAL}
 
     def launch(node: str) -> subprocess.Popen:
         return lab.launch("elastic", *lab.enter(node), *words, **env)
@@ -498,7 +503,7 @@ def test_commands_of_the_slurm_page(cluster, copy, tmp_path):
             lines += ['until [[ -z "$(squeue -h)" ]]; do sleep 0.2; done']
             lines += ["scontrol show job 1 | grep -o Restarts=.*"]
         lines += [f"echo {shlex.quote('$ ' + command)}", command]
-    env = {key: value for key, value in os.environ.items() if not key.startswith("SLURM")}
+    env = {key: value for key, value in quick().items() if not key.startswith("SLURM")}
     hook = {"PYTHONPATH": f"{ROOT / 'tests/hooks'}:{ROOT}", "NOTES": str(tmp_path), "PAUSE": "0.4"}
     script = ROOT / "03-multi-node/local_cluster.sh"
     if subprocess.run(["bash", script, "status"], capture_output=True).returncode == 0:
@@ -570,7 +575,7 @@ def test_planted_restart_in_the_same_store_fails(lab, planted):
     """The ranks find addresses of those that are gone; it is the queue that starts them again."""
     job = planted(launch_torchrun=("export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1", "true"))
     name = "same-store"
-    number = hit(lab, job, name, NPROC_PER_NODE=2, MAX_RESTARTS=1)
+    number = hit(lab, job, name, NPROC_PER_NODE=2, MAX_RESTARTS=1, **REAL)
     os.kill(lab.workers("node2")[0], signal.SIGKILL)
     lab.wait_for(lambda: lab.cluster.job(number)["JobState"] != "RUNNING")
     assert "resumed after step" not in lab.log(name)

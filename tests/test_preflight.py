@@ -21,7 +21,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from cluster import PATIENCE_S, Cluster, need_cluster
-from conftest import ROOT, TORCHRUN, first_then_slow, free_port, run_script
+from conftest import ROOT, TORCHRUN, first_then_slow, free_port, quick_commands, run_script
 from runner import Ranks, finish, load_script, place_of, start
 from test_multi_node import NODES, Lab
 from torch.distributed import TCPStore
@@ -492,7 +492,7 @@ class Nodes:
             "SCRIPT": str(SCRIPT),
             **env,
         }
-        script = f'{shell} {sys.executable} "$SCRIPT" "$@"'
+        script = f'{shell} {quick_commands()}/python "$SCRIPT" "$@"'
         words = [
             "srun",
             f"-N{self.count}",
@@ -701,7 +701,7 @@ def test_as_a_line_of_the_job_file(cluster, tmp_path):
     shutil.copytree(tmp_path / "copy/common", tmp_path / "old/common")
     (tmp_path / "old/common/rng.py").write_text("# yesterday's\n" + Path(rng.__file__).read_text())
     old = f"export PYTHONPATH={tmp_path}/old:{tmp_path}/copy;"
-    there = f"if [[ $(hostname) == node2 ]]; then {old} fi; exec {sys.executable}"
+    there = f"if [[ $(hostname) == node2 ]]; then {old} fi; exec {quick_commands()}/python"
     words = f"=2 bash -c '{there} \"$@\"' task 03"
     job.write_text(job.read_text().replace('=2 "$PYTHON" 03', words))
     number = lab.submit(job, "refused", "--max-steps", 4, **env)

@@ -1,6 +1,7 @@
 """The interpreter of warm.py: as the real one, but for the time it takes to start."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -16,12 +17,17 @@ import json, os, signal, sys
 folder, environment = os.getcwd(), {k: os.environ.get(k) for k in ("RANK", "NNODES")}
 print(json.dumps([sys.argv, sys.path[0], folder, environment, sys.executable, __name__]))
 print("transformers" in sys.modules, file=sys.stderr)
+if "where" in sys.argv:
+    import socket
+    print(os.uname().nodename, [name for _, name in socket.if_nameindex()], sep="\\n")
 if "ignored" in sys.argv:
     print(signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN)
 if "wrong" in sys.argv:
     raise ValueError("wrong")
 if "killed" in sys.argv:
     os.kill(os.getpid(), signal.SIGKILL)
+if "handled" in sys.argv:
+    signal.signal(signal.SIGUSR1, lambda *_: sys.exit(75))
 if "wait" in sys.argv:
     open("pid", "w").write(str(os.getpid()))
     signal.pause()
@@ -76,8 +82,33 @@ def test_signals_reach_it_and_its_own_end_is_seen(start, tmp_path):
     wait_for_file(tmp_path / "pid", lambda: process.poll() is None)
     process.terminate()
     assert end(process)[0] == -signal.SIGTERM
-    assert "\nTrue\n" in end(start("ignored", command="trap '' USR1; exec python script.py"))[1]
+    ignoring = "trap '' USR1; exec python script.py"
+    assert "\nTrue\n" in end(start("ignored", command=ignoring))[1]
+    assert "\nTrue\n" in end(start("ignored", command=ignoring, HF_HUB_OFFLINE=1))[1]
     assert "\nFalse\n" in end(start("ignored"))[1]
+
+
+def test_a_signal_that_it_was_started_to_ignore_can_be_handled(start, tmp_path):
+    """As a job's shell ignores USR1, and the training below it does not."""
+    process = start("wait", "handled", command="trap '' USR1; exec python script.py")
+    wait_for_file(tmp_path / "pid", lambda: process.poll() is None)
+    process.send_signal(signal.SIGUSR1)
+    assert end(process)[0] == 75
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+def test_it_is_where_its_command_is(start):
+    """As on a node of the local cluster, with a name and a network of its own."""
+    inside = "hostname elsewhere; exec python script.py"
+    _, out, err = end(start("where", command=f"exec unshare --uts --net sh -c '{inside} where'"))
+    assert err == ["True"] and out.splitlines()[1:] == ["elsewhere", "['lo']"]
+
+
+def test_it_imports_what_python_imports_by_itself(start, tmp_path):
+    (tmp_path / "sitecustomize.py").write_text("import sys\nsys.stderr.write(sys.orig_argv[-1])")
+    for variables in ({}, {"HF_HUB_OFFLINE": 1}):
+        _, _, err = end(start("hook", PYTHONPATH=tmp_path, **variables))
+        assert err == [f"hook{not variables}"]
 
 
 def test_it_dies_with_the_command(start, tmp_path):

@@ -3,13 +3,15 @@
 A start of Python takes four seconds of processor time before a script's first line, nearly all to
 import PyTorch and transformers. `commands` makes a `python` and a `torchrun` that have a server do
 it: it has imported them once, and forks. All else of a process is as ever: arguments, folder,
-environment, streams, signals, exit status. Where the environment differs in a variable that a
-library may have read already, or something but a script or torchrun is to be run, the real
-interpreter is started. So it is for tests of processes and networks: they do not use this.
+environment, streams, signals, exit status, network. Where the environment differs in a variable
+that a library may have read already, or something but a script or torchrun is to be run, the real
+interpreter is started. So it is for tests that are about processes: they do not use this.
 """
 
 import atexit
 import contextlib
+import ctypes
+import importlib.util
 import json
 import os
 import random
@@ -18,20 +20,29 @@ import runpy
 import select
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
 import threading
+import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
 # Read when they are needed, and so free to differ from those of the server.
 FREE = re.compile(
+    # ranks and launchers
     "RANK|WORLD_SIZE|(LOCAL|GROUP|ROLE)_.*|MASTER_.*|TORCHELASTIC_.*|TORCH_NCCL_ASYNC_ERROR_HANDLING"
     "|TORCH_DISABLE_SHARE_RDZV_TCP_STORE|CUDA_VISIBLE_DEVICES|NPROC_PER_NODE|NNODES|HEAD"
-    "|MAX_RESTARTS|LAST_CALL|LAUNCH_.*|PYTHON|PYTHON_EXEC|VIRTUAL_ENV|PATH|PWD|OLDPWD|SHLVL|_"
-    "|MAKE.*|MFLAGS|PYTEST_CURRENT_TEST"
+    "|MAX_RESTARTS|LAST_CALL|LAUNCH_.*|PYTHON|PYTHON_EXEC|VIRTUAL_ENV|OMP_NUM_THREADS"
+    # Slurm, Open MPI, the local cluster, job files
+    "|(SLURM|SLURMD|SRUN|PMI|PMIX|OMPI|PRTE|PET|LOCAL_CLUSTER)_.*|ENVIRONMENT|HOSTNAME|TMPDIR"
+    "|HOSTS|SSH|JOB_FILE|RUN|VOCAB_SIZE|PROMPT|WANDB_NOTES|NODE"
+    # shells, make, Jupyter, pytest, the tests' own
+    "|PATH|PYTHONPATH|PWD|OLDPWD|SHLVL|_|MAKE.*|MFLAGS|TERM|PAGER|GIT_PAGER|CLICOLOR.*|FORCE_COLOR"
+    "|JPY_.*|PYDEVD_.*|IPYTHONDIR|MPLBACKEND|PYTHONWARNINGS|LAB_FOLDER|PYTEST_CURRENT_TEST"
+    "|NOTES|PAUSE|FORWARD|PLANT|MARKS|SCRIPT|DATA"
 )
 TORCHRUN = ["-m", "torch.distributed.run"]
 MODULES = [TORCHRUN, ["-m", "common.plan"]]
@@ -52,10 +63,12 @@ ignored = [n for n in {forwarded} if signal.getsignal(n) == signal.SIG_IGN]
 request = dict(args=args, folder=os.getcwd(), environment=dict(os.environ), ignored=ignored)
 socket.send_fds(server, [b"\\n"], [0, 1, 2])
 server.sendall(json.dumps(request).encode() + b"\\n")
-for number in set({forwarded}) - set(ignored):
+for number in {forwarded}:
     signal.signal(number, lambda number, _: server.send(bytes([number])))
 answer = server.makefile().readline()
 if answer == "not here\\n":
+    for number in ignored:
+        signal.signal(number, signal.SIG_IGN)
     os.execv(real[0], real)
 status = int(answer or 1)
 if status < 0:
@@ -139,9 +152,10 @@ def keep(connection: socket.socket, before: dict[str, str]) -> NoReturn:
     request = json.loads(text)
     asked = request["environment"]
     different = {key for key in {*before, *asked} if before.get(key) != asked.get(key)}
-    if not any(Path(path, "sitecustomize.py").exists() for path in python_path(asked)):
-        different.discard("PYTHONPATH")
-    if not all(map(FREE.fullmatch, different)):
+    # Slurm finds by their parents whom to send a signal.
+    followed = request["args"][:2] == TORCHRUN and "SLURM_JOB_ID" in asked
+    free = all(map(FREE.fullmatch, different))
+    if followed or not free or not enter_namespaces(connection):
         connection.sendall(b"not here\n")
         os._exit(0)
     child = os.fork()
@@ -164,6 +178,20 @@ def keep(connection: socket.socket, before: dict[str, str]) -> NoReturn:
     os._exit(0)
 
 
+def enter_namespaces(connection: socket.socket) -> bool:
+    """Be where the client is, as on a node of the local cluster; return whether that can be."""
+    numbers = struct.Struct("3i")  # its process, user and group
+    peer = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, numbers.size)
+    theirs, ours = Path(f"/proc/{numbers.unpack(peer)[0]}/ns"), Path("/proc/self/ns")
+    different = {
+        path.name for path in ours.iterdir() if path.readlink() != (theirs / path.name).readlink()
+    }
+    entered = [(theirs / name).open() for name in ("net", "uts", "mnt") if name in different]
+    if not different <= {"net", "uts", "mnt"}:
+        return False
+    return all(ctypes.CDLL(None).setns(file.fileno(), 0) == 0 for file in entered)
+
+
 def python_path(environment: dict[str, str]) -> list[str]:
     return [path for path in environment.get("PYTHONPATH", "").split(":") if path]
 
@@ -182,6 +210,13 @@ def become(
     for number in ignored:
         signal.signal(number, signal.SIG_IGN)
     random.seed()
+    sys.modules["torch"].set_num_threads(int(environment.get("OMP_NUM_THREADS", os.cpu_count())))
+    if filters := environment.get("PYTHONWARNINGS"):
+        warnings._processoptions(filters.split(","))
+    sys.orig_argv = [sys.executable, *args]
+    sys.modules.pop("sitecustomize", None)
+    if importlib.util.find_spec("sitecustomize"):
+        importlib.import_module("sitecustomize")
     if args[0] == "-u":
         args = args[1:]
         sys.stdout.reconfigure(write_through=True)
