@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).parents[1] / "03-multi-node" / "local_cluster.sh"
+ENVIRONMENT = dict(os.environ)  # before a test, or a library that it imports, has changed it
 # For what takes seconds alone, and minutes where other tests run beside it.
 PATIENCE_S = 300
 
@@ -27,7 +28,7 @@ class Cluster:
         self.name, self.network = name, network
         self.within = [str(part) for part in within]
         self.folder = Path(f"/run/{name}-cluster")
-        outer = {key: value for key, value in os.environ.items() if not key.startswith("SLURM_")}
+        outer = {key: value for key, value in ENVIRONMENT.items() if not key.startswith("SLURM_")}
         self.env = {
             **outer,
             "LOCAL_CLUSTER_DIR": str(self.folder),

@@ -1,38 +1,39 @@
 """Every test is offline and leaves nothing behind: caches and runs go to temporary folders."""
 
+import multiprocessing
 import os
 import tempfile
 
-# Before any library that reads it is imported.
-_cache = tempfile.TemporaryDirectory(prefix="test-cache-")
-os.environ["HF_HOME"] = _cache.name
+# Before any library that reads it is imported. A child of a test has its parent's.
+if multiprocessing.parent_process() is None:
+    _cache = tempfile.TemporaryDirectory(prefix="test-cache-")
+    os.environ["HF_HOME"] = _cache.name
 os.environ["WANDB_MODE"] = "disabled"
 # Threads cost more than they bring to models this small, most of all beside other processes.
 os.environ["OMP_NUM_THREADS"] = "1"
 
-import atexit  # noqa: E402
-import contextlib  # noqa: E402
-import functools  # noqa: E402
-import json  # noqa: E402
-import random  # noqa: E402
-import signal  # noqa: E402
-import socket  # noqa: E402
-import subprocess  # noqa: E402
-import sys  # noqa: E402
-import time  # noqa: E402
-from collections.abc import Callable, Iterable  # noqa: E402
-from pathlib import Path  # noqa: E402
+import atexit
+import contextlib
+import functools
+import json
+import random
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterable
+from pathlib import Path
 
-import pytest  # noqa: E402
-import torch  # noqa: E402
-import warm  # noqa: E402
-from cluster import cluster  # noqa: E402, F401
-from runner import load_script  # noqa: E402
+import pytest
+import torch
+import warm
+from cluster import ENVIRONMENT, cluster  # noqa: F401
+from runner import load_script
 
 ROOT = Path(__file__).parents[1]
 CHAPTERS = sorted(path.parent.name for path in ROOT.glob("[0-9][0-9]-*/train_llm.py"))
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
-ENVIRONMENT = dict(os.environ)  # before any test has changed it
 HIDES_GPUS = "CUDA_VISIBLE_DEVICES"
 
 

@@ -136,16 +136,23 @@ class Machine(Cluster):
         self.env = {k: v for k, v in self.env.items() if not k.startswith("LOCAL_CLUSTER_")}
         self.env["SLURM_CONF"] = str(self.folder / "slurm.conf")
 
-    def processes(self) -> dict[int, str]:
-        """Return the command line of each process but this machine's own and those that ask."""
-        ask = """for p in /proc/[0-9]*; do echo "${p#/proc/} $(tr '\\0' ' ' <$p/cmdline)"; done"""
-        lines = self.shell("bash", "-c", f"({ask}) 2>/dev/null").splitlines()
-        found = {int(pid): line.strip() for pid, _, line in (x.partition(" ") for x in lines)}
-        not_counted = ("", "sleep 600")  # zombies, and what the machine's own shell waits for
-        return {k: v for k, v in found.items() if k > 1 and ask not in v and v not in not_counted}
+    def processes(self) -> dict[int, tuple[int, str]]:
+        """Return parent and command of each process but this machine's own and those that ask."""
+        ask = (
+            """for p in /proc/[0-9]*; do echo "${p#/proc/} $(sed 's/.*) . //; s/ .*//' $p/stat)"""
+            """ $(tr '\\0' ' ' <$p/cmdline)"; done"""
+        )
+        found = {}
+        for line in self.shell("bash", "-c", f"({ask}) 2>/dev/null").splitlines():
+            pid, parent, command = line.split(" ", 2)
+            # Not zombies, and not what the machine's own shell waits for.
+            if int(pid) > 1 and ask not in command and command.strip() not in ("", "sleep 600"):
+                found[int(pid)] = int(parent), command.strip()
+        return found
 
     def footprint(self) -> dict[str, list]:
         """Return all that a cluster could leave behind."""
+        found = self.processes()
         return {
             "files": sorted(self.shell("find", "/run", "/etc/slurm", "/etc/munge").split("\n")),
             "links": self.shell("ip", "-br", "link").split("\n"),
@@ -153,7 +160,8 @@ class Machine(Cluster):
             "mounts": self.shell("grep", "-v", "^nsfs /run/netns/[^l]", "/proc/self/mounts").split(
                 "\n"
             ),
-            "processes": sorted(self.processes()),  # by number: sshd gives itself another name
+            # By number: sshd gives itself another name. A daemon's children come and go.
+            "processes": sorted(pid for pid, (parent, _) in found.items() if parent not in found),
         }
 
     def crash(self) -> None:
@@ -213,7 +221,7 @@ def test_down_leaves_nothing_behind_of_running_jobs_either(machine):
     # One process of the job has left its session, as a daemon does.
     wrap = "srun bash -c 'setsid sleep 500 & sleep 500'"
     machine.sbatch("-N3", "-o", "/dev/null", "--wrap", wrap)
-    sleeping = lambda: list(machine.processes().values()).count("sleep 500")  # noqa: E731
+    sleeping = lambda: [c for _, c in machine.processes().values()].count("sleep 500")  # noqa: E731
     Cluster.until(lambda: sleeping() == 6, "the job runs")
     during = machine.footprint()
     assert all(len(during[key]) > len(before[key]) for key in before), "the test sees nothing"
