@@ -572,10 +572,14 @@ def test_planted_torchrun_that_hears_the_signal_ends_without_saving(lab, planted
 
 @pytest.mark.slow
 def test_planted_restart_in_the_same_store_fails(lab, planted):
-    """The ranks find addresses of those that are gone; it is the queue that starts them again."""
+    """The ranks find addresses of those that are gone; it is the queue that starts them again.
+
+    Some fail at once to connect, others wait for an answer until the group's timeout.
+    """
     job = planted(launch_torchrun=("export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1", "true"))
     name = "same-store"
-    number = hit(lab, job, name, NPROC_PER_NODE=2, MAX_RESTARTS=1, **REAL)
+    args = ("--dist-timeout", 30)
+    number = hit(lab, job, name, args=args, NPROC_PER_NODE=2, MAX_RESTARTS=1, **REAL)
     os.kill(lab.workers("node2")[0], signal.SIGKILL)
     lab.wait_for(lambda: lab.cluster.job(number)["JobState"] != "RUNNING")
     assert "resumed after step" not in lab.log(name)
