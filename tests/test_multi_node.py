@@ -4,6 +4,7 @@ The nodes are those of 03-multi-node/local_cluster.sh: a real Slurm, a real netw
 What each process trains on is noted by tests/hooks/sitecustomize.py.
 """
 
+import getpass
 import json
 import os
 import re
@@ -200,6 +201,13 @@ def lab(cluster, tmp_path_factory) -> Lab:
     assert sorted(samples) == list(range(1, STEPS + 1))
     assert {(len(taken), len(set(taken))) for taken in samples.values()} == {(24, 24)}
     return lab
+
+
+@pytest.fixture(autouse=True)
+def no_job_left(cluster):
+    """A job of a test that failed does not go on beside the next ones."""
+    yield
+    cluster.shell("scancel", f"--user={getpass.getuser()}")
 
 
 def note_samples() -> None:
