@@ -5,7 +5,7 @@ import os
 import tempfile
 
 # Before any library that reads it is imported. A child of a test has its parent's.
-if multiprocessing.parent_process() is None:
+if multiprocessing.current_process().name == "MainProcess":
     _cache = tempfile.TemporaryDirectory(prefix="test-cache-")
     os.environ["HF_HOME"] = _cache.name
 os.environ["WANDB_MODE"] = "disabled"
@@ -120,7 +120,7 @@ def quick(**env: object) -> dict[str, str]:
     return {
         **ENVIRONMENT,
         **hidden,
-        "PATH": f"{folder}:{Path(sys.executable).parent}:{os.environ['PATH']}",
+        "PATH": f"{folder}:{Path(sys.executable).parent}:{ENVIRONMENT['PATH']}",
         "PYTHON_EXEC": f"{folder}/python",
         "VIRTUAL_ENV": sys.prefix,  # launch files take `python` then
         **{key: str(value) for key, value in env.items()},

@@ -144,7 +144,7 @@ class Machine(Cluster):
         )
         found = {}
         for line in self.shell("bash", "-c", f"({ask}) 2>/dev/null").splitlines():
-            pid, parent, command = line.split(" ", 2)
+            pid, parent, command = f"{line}  ".split(" ", 2)  # some end meanwhile
             # Not zombies, and not what the machine's own shell waits for.
             if int(pid) > 1 and ask not in command and command.strip() not in ("", "sleep 600"):
                 found[int(pid)] = int(parent), command.strip()

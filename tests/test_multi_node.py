@@ -4,7 +4,6 @@ The nodes are those of 03-multi-node/local_cluster.sh: a real Slurm, a real netw
 What each process trains on is noted by tests/hooks/sitecustomize.py.
 """
 
-import getpass
 import json
 import os
 import re
@@ -53,7 +52,8 @@ class Lab:
     def environment(self, name: str, **env: object) -> dict[str, str]:
         """Return the environment of a launcher: in it the runs' notes, and few threads.
 
-        Its processes start quickly. Tests that kill some give REAL: how they die matters there.
+        Its processes start quickly. Tests that kill them or send them signals give REAL, since how
+        these arrive and what they end matters there.
         """
         notes = self.folder / f"{name}.notes"
         notes.mkdir(exist_ok=True)
@@ -207,7 +207,7 @@ def lab(cluster, tmp_path_factory) -> Lab:
 def no_job_left(cluster):
     """A job of a test that failed does not go on beside the next ones."""
     yield
-    cluster.shell("scancel", f"--user={getpass.getuser()}")
+    cluster.shell("scancel", "--user=root")
 
 
 def note_samples() -> None:

@@ -351,7 +351,8 @@ def test_sharded_run_goes_on_after_kill_9(folder, flags, sharded, world_size, ar
     assert finish(ranks.processes[-1]) == -signal.SIGKILL
     assert ranks.finish() == [1] * (world_size - 1) + [-signal.SIGKILL]
     killed = folder / arguments[arguments.index("-e") + 1]
-    assert newest_step(killed) == 20
+    # An asynchronous save after step 20 may not have ended: then the one before it is the last.
+    assert newest_step(killed) in ((15, 20) if "--async-checkpoint" in args else (20,))
     assert set(go_on_with("04-fsdp", world_size, arguments)) == {0}
     assert_exact(straight, killed)
 

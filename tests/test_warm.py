@@ -1,7 +1,6 @@
 """The interpreter of warm.py: as the real one, but for the time it takes to start."""
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -18,8 +17,8 @@ folder, environment = os.getcwd(), {k: os.environ.get(k) for k in ("RANK", "NNOD
 print(json.dumps([sys.argv, sys.path[0], folder, environment, sys.executable, __name__]))
 print("transformers" in sys.modules, file=sys.stderr)
 if "where" in sys.argv:
-    import socket
-    print(os.uname().nodename, [name for _, name in socket.if_nameindex()], sep="\\n")
+    import socket, glob
+    print(os.uname().nodename, socket.if_nameindex(), glob.glob("mounted/*"), sep="\\n")
 if "ignored" in sys.argv:
     print(signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN)
 if "wrong" in sys.argv:
@@ -96,12 +95,21 @@ def test_a_signal_that_it_was_started_to_ignore_can_be_handled(start, tmp_path):
     assert end(process)[0] == 75
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
-def test_it_is_where_its_command_is(start):
-    """As on a node of the local cluster, with a name and a network of its own."""
-    inside = "hostname elsewhere; exec python script.py"
-    _, out, err = end(start("where", command=f"exec unshare --uts --net sh -c '{inside} where'"))
-    assert err == ["True"] and out.splitlines()[1:] == ["elsewhere", "['lo']"]
+def test_it_is_where_its_command_is(start, tmp_path):
+    """As on a node of the local cluster, with a name, a network and mounts of its own."""
+    unshare = ["unshare", "--uts", "--net", "--mount"]
+    if subprocess.run([*unshare, "true"], capture_output=True).returncode != 0:
+        pytest.skip("needs root and namespaces")
+    (tmp_path / "mounted").mkdir()
+    inside = "hostname elsewhere; mount -n -t tmpfs none mounted; touch mounted/file; exec python"
+    command = f"exec {' '.join(unshare)} bash -c '{inside} script.py \"$@\"' bash"
+    _, out, err = end(start("where", command=command))
+    assert err == ["True"]
+    _, real, err = end(start("where", command=command, HF_HUB_OFFLINE=1))
+    assert err == ["False"] and out == real
+    assert out.splitlines()[1] == "elsewhere" and "mounted/file" in out
+    # Its number is another one where it starts a process than where it is known.
+    assert end(start(command="exec unshare --pid --fork python script.py"))[2] == ["False"]
 
 
 def test_it_imports_what_python_imports_by_itself(start, tmp_path):
@@ -122,7 +130,8 @@ def test_it_dies_with_the_command(start, tmp_path):
 
 def test_torchrun_and_its_ranks_are_quick(start):
     command = "exec torchrun --standalone --nproc-per-node 2 script.py"
-    _, out, err = end(start("none", command=command))  # with status 0: none is ended by another
+    status, out, err = end(start("none", command=command))
+    assert status == 0  # else torchrun ends one because of the other
     ranks = [json.loads(line)[3]["RANK"] for line in out.splitlines()]
     assert sorted(ranks) == ["0", "1"] and err.count("True") == 2
     assert (quick_commands() / "torchrun").exists()

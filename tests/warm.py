@@ -2,10 +2,12 @@
 
 A start of Python takes four seconds of processor time before a script's first line, nearly all to
 import PyTorch and transformers. `commands` makes a `python` and a `torchrun` that have a server do
-it: it has imported them once, and forks. All else of a process is as ever: arguments, folder,
-environment, streams, signals, exit status, network. Where the environment differs in a variable
-that a library may have read already, or something but a script or torchrun is to be run, the real
-interpreter is started. So it is for tests that are about processes: they do not use this.
+it: it has imported them once, and forks. Arguments, folder, environment, streams, signals, exit
+status and network are those of the command. Where the environment differs in a variable that a
+library may have read already, where something but a script or torchrun is to be run, torchrun in a
+job of Slurm, or a command in yet other namespaces, the real interpreter is started. The parent of a
+process, its group, limits and further files are the server's: tests that are about those, or that
+kill processes, ask for the real one themselves.
 """
 
 import atexit
@@ -37,7 +39,7 @@ FREE = re.compile(
     "|TORCH_DISABLE_SHARE_RDZV_TCP_STORE|CUDA_VISIBLE_DEVICES|NPROC_PER_NODE|NNODES|HEAD"
     "|MAX_RESTARTS|LAST_CALL|LAUNCH_.*|PYTHON|PYTHON_EXEC|VIRTUAL_ENV|OMP_NUM_THREADS"
     # Slurm, Open MPI, the local cluster, job files
-    "|(SLURM|SLURMD|SRUN|PMI|PMIX|OMPI|PRTE|PET|LOCAL_CLUSTER)_.*|ENVIRONMENT|HOSTNAME|TMPDIR"
+    "|(SLURM|SLURMD|SRUN|PMI|PMIX|OMPI|PRTE|PET)_.*|ENVIRONMENT|HOSTNAME|TMPDIR"
     "|HOSTS|SSH|JOB_FILE|RUN|VOCAB_SIZE|PROMPT|WANDB_NOTES|NODE"
     # shells, make, Jupyter, pytest, the tests' own
     "|PATH|PYTHONPATH|PWD|OLDPWD|SHLVL|_|MAKE.*|MFLAGS|TERM|PAGER|GIT_PAGER|CLICOLOR.*|FORCE_COLOR"
@@ -51,10 +53,12 @@ FORWARDED = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signa
 # What a command starts in place of the interpreter; -I and -S: nothing of the environment's.
 CLIENT = """#!{python} -IS
 import os, signal, socket, sys
+mask = signal.pthread_sigmask(signal.SIG_BLOCK, {forwarded})  # until it is clear who gets them
 args = {before} + sys.argv[1:]
 real = [{python!r}, *args]
 script = args[1:] if args[:1] == ["-u"] else args
 if not (script[:1] and script[0].endswith(".py") or script[:2] in {modules}):
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     os.execv(real[0], real)
 import json
 server = socket.socket(socket.AF_UNIX)
@@ -63,14 +67,19 @@ ignored = [n for n in {forwarded} if signal.getsignal(n) == signal.SIG_IGN]
 request = dict(args=args, folder=os.getcwd(), environment=dict(os.environ), ignored=ignored)
 socket.send_fds(server, [b"\\n"], [0, 1, 2])
 server.sendall(json.dumps(request).encode() + b"\\n")
-for number in {forwarded}:
-    signal.signal(number, lambda number, _: server.send(bytes([number])))
-answer = server.makefile().readline()
-if answer == "not here\\n":
-    for number in ignored:
-        signal.signal(number, signal.SIG_IGN)
+answers = server.makefile()
+if answers.readline() == "not here\\n":
+    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     os.execv(real[0], real)
-status = int(answer or 1)
+def forward(number, _):
+    try:
+        server.send(bytes([number]))
+    except OSError:
+        pass  # it has ended
+for number in {forwarded}:
+    signal.signal(number, forward)
+signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+status = int(answers.readline() or 1)
 if status < 0:
     if -status != signal.SIGKILL:
         signal.signal(-status, signal.SIG_DFL)
@@ -152,12 +161,14 @@ def keep(connection: socket.socket, before: dict[str, str]) -> NoReturn:
     request = json.loads(text)
     asked = request["environment"]
     different = {key for key in {*before, *asked} if before.get(key) != asked.get(key)}
-    # Slurm finds by their parents whom to send a signal.
+    # Slurm finds by their parents whom to send a signal, and torchrun's ranks below torchrun.
     followed = request["args"][:2] == TORCHRUN and "SLURM_JOB_ID" in asked
-    free = all(map(FREE.fullmatch, different))
+    free = all(map(FREE.fullmatch, different)) and "OMP_NUM_THREADS" in asked
     if followed or not free or not enter_namespaces(connection):
         connection.sendall(b"not here\n")
         os._exit(0)
+    for number in request.pop("ignored"):
+        signal.signal(number, signal.SIG_IGN)
     child = os.fork()
     if child == 0:
         connection.close()
@@ -165,6 +176,7 @@ def keep(connection: socket.socket, before: dict[str, str]) -> NoReturn:
     for fd in fds:
         os.close(fd)
     ended = os.pidfd_open(child)
+    connection.sendall(b"here\n")
     while True:
         for number in signals:
             signal.pidfd_send_signal(ended, number)
@@ -196,9 +208,7 @@ def python_path(environment: dict[str, str]) -> list[str]:
     return [path for path in environment.get("PYTHONPATH", "").split(":") if path]
 
 
-def become(
-    fds: list[int], args: list[str], folder: str, environment: dict, ignored: list[int]
-) -> NoReturn:
+def become(fds: list[int], args: list[str], folder: str, environment: dict) -> NoReturn:
     """Be the interpreter that was called with these arguments."""
     for target, fd in enumerate(fds):
         os.dup2(fd, target)
@@ -207,10 +217,9 @@ def become(
     sys.path[1:1] = [path for path in python_path(environment) if path not in sys.path]
     os.environ.clear()
     os.environ.update(environment)
-    for number in ignored:
-        signal.signal(number, signal.SIG_IGN)
     random.seed()
-    sys.modules["torch"].set_num_threads(int(environment.get("OMP_NUM_THREADS", os.cpu_count())))
+    tempfile.tempdir = None  # TMPDIR may be another one
+    sys.modules["torch"].set_num_threads(int(environment["OMP_NUM_THREADS"]))
     if filters := environment.get("PYTHONWARNINGS"):
         warnings._processoptions(filters.split(","))
     sys.orig_argv = [sys.executable, *args]
