@@ -34,7 +34,7 @@ REPOSITORY = Path(__file__).parents[2]
 sys.path.append(str(REPOSITORY / "tests"))
 from cluster import Cluster  # noqa: E402
 from runner import SAVE_STAGES  # noqa: E402
-from test_multi_node import JOB, NODES, Lab  # noqa: E402
+from test_multi_node import JOB, NODES, REAL, Lab  # noqa: E402
 from test_resume import EXACT, assert_same_tensors, make_flags  # noqa: E402
 from test_resume_ranks import newest_step, tensors  # noqa: E402
 
@@ -131,7 +131,7 @@ class Soak(Lab):
         self.wait_until_idle()
         self.name, self.run_dir = name, self.folder / name
         self.watch = Watch(self.run_dir)
-        self.number = self.submit(JOB, name, NPROC_PER_NODE=1, MAX_RESTARTS=100)
+        self.number = self.submit(JOB, name, NPROC_PER_NODE=1, MAX_RESTARTS=100, **REAL)
 
     def undisturbed(self) -> None:
         """Train the run that all others are compared with."""
