@@ -53,13 +53,12 @@ FORWARDED = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signa
 # What a command starts in place of the interpreter; -I and -S: nothing of the environment's.
 CLIENT = """#!{python} -IS
 import os, signal, socket, sys
-mask = signal.pthread_sigmask(signal.SIG_BLOCK, {forwarded})  # until it is clear who gets them
 args = {before} + sys.argv[1:]
 real = [{python!r}, *args]
 script = args[1:] if args[:1] == ["-u"] else args
 if not (script[:1] and script[0].endswith(".py") or script[:2] in {modules}):
-    signal.pthread_sigmask(signal.SIG_SETMASK, mask)
     os.execv(real[0], real)
+mask = signal.pthread_sigmask(signal.SIG_BLOCK, {forwarded})  # until it is clear who gets them
 import json
 server = socket.socket(socket.AF_UNIX)
 server.connect({address!r})
@@ -198,14 +197,10 @@ def enter_namespaces(connection: socket.socket) -> bool:
     different = {
         path.name for path in ours.iterdir() if path.readlink() != (theirs / path.name).readlink()
     }
-    entered = [(theirs / name).open() for name in ("net", "uts", "mnt") if name in different]
     if not different <= {"net", "uts", "mnt"}:
         return False
+    entered = [(theirs / name).open() for name in different]  # all, before /proc is another one
     return all(ctypes.CDLL(None).setns(file.fileno(), 0) == 0 for file in entered)
-
-
-def python_path(environment: dict[str, str]) -> list[str]:
-    return [path for path in environment.get("PYTHONPATH", "").split(":") if path]
 
 
 def become(fds: list[int], args: list[str], folder: str, environment: dict) -> NoReturn:
@@ -214,7 +209,8 @@ def become(fds: list[int], args: list[str], folder: str, environment: dict) -> N
         os.dup2(fd, target)
         os.close(fd)
     os.chdir(folder)
-    sys.path[1:1] = [path for path in python_path(environment) if path not in sys.path]
+    given = environment.get("PYTHONPATH", "").split(":")
+    sys.path[1:1] = [path for path in given if path and path not in sys.path]
     os.environ.clear()
     os.environ.update(environment)
     random.seed()
