@@ -22,12 +22,15 @@ GPT-2's block of width d and h heads keeps for each token in float32, without ch
     attention's output d (and h numbers of its softmax), the MLP's 4 d before and after its GELU
 
 and with full checkpointing 4 d, its input. The head keeps log-probabilities, 4 V for V tokens of
-vocabulary, and its backward pass holds two more of that size for a moment.
+vocabulary, and its backward pass holds two more of that size for a moment. Compiled, it holds the
+logits and their gradient, and with selective checkpointing a block does not keep its last product,
+which nothing in its backward pass needs.
 
 Against steps on a CPU: states are right to the byte, the fullest moment to 1% where activations
 decide it and to 4% with a handful of tokens. Left out: what kernels and collectives hold inside,
 cuBLAS' workspace (32 MiB), copies of single shards, masks of models that need them, and what
---compile saves. The GPU's context, NCCL's buffers and gaps between tensors come out of RESERVE.
+compiled blocks of Llama do not keep without checkpointing. The GPU's context, NCCL's buffers and
+gaps between tensors come out of RESERVE.
 """
 
 import argparse
@@ -74,6 +77,7 @@ class Options:
     prefetch: int = 1
     hsdp: bool = False
     cpu_offload: bool = False
+    compile: bool = False
 
 
 # --- activations ---
@@ -139,6 +143,19 @@ class LiveBytes(TorchDispatchMode):
         self.moments.append([phase, block, self.alive])
 
 
+class CompiledLoss(torch.autograd.Function):
+    """What a compiled loss keeps: the logits, and in the backward pass their gradient."""
+
+    @staticmethod
+    def forward(ctx, logits: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(logits)
+        return logits.new_zeros(())
+
+    @staticmethod
+    def backward(ctx, _: torch.Tensor) -> torch.Tensor:
+        return torch.empty_like(*ctx.saved_tensors)
+
+
 def count(
     config: PretrainedConfig, options: Options, gradients: str
 ) -> tuple[list[list[torch.Size]], list[tuple[str, int, int]]]:
@@ -189,6 +206,8 @@ def count(
             )
         block.register_forward_pre_hook(functools.partial(enter_forward, i), with_kwargs=True)
     blocks[-1].register_forward_hook(enter_head)
+    if options.compile:
+        model.loss_function = lambda logits, *_, **__: CompiledLoss.apply(logits)
     if gradients == "one":
         for parameter in model.parameters():
             parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
@@ -197,7 +216,14 @@ def count(
         tokens = torch.zeros(shape, dtype=torch.int64, device="meta")
         model(input_ids=tokens, labels=tokens).loss.backward()
     groups = [[parameter.shape for parameter in group] for group in parameters]
-    return groups, [tuple(moment) for moment in live.moments]
+    last_product = math.prod(shape) * config.hidden_size * (2 if half else 4)
+    last_product *= options.compile and options.activation_checkpointing == "selective"
+    done = {"forward": 0, "head": 0, "backward": 1}  # blocks from 0 on that keep something
+    moments = [
+        (phase, block, alive - max(0, block + done[phase]) * last_product)
+        for phase, block, alive in live.moments
+    ]
+    return groups, moments
 
 
 # --- states and gathered groups ---
@@ -271,7 +297,7 @@ def predict(config: PretrainedConfig, options: Options, counted: dict | None = N
     else:
         gradients = "kept" if options.sharding == "none" and not accumulates else "one"
     tokens = (options.batch_size, options.seq_length)
-    key = (*tokens, stored, computed, options.activation_checkpointing, gradients)
+    key = (*tokens, stored, computed, options.activation_checkpointing, options.compile, gradients)
     counted = {} if counted is None else counted
     if key not in counted:
         counted[key] = count(config, options, gradients)
@@ -439,6 +465,7 @@ def get_args() -> argparse.Namespace:
     add("--num-layers", type=at_least(1), help="blocks (if absent: the model's)")
     add("-s", "--seq-length", type=at_least(2), help="tokens (if absent: positions, <= 1024)")
     add("--param-dtype", default="float32", choices=["float32", "bfloat16"], help="of the weights")
+    add("--compile", action="store_true", help="what it saves in loss and recomputing blocks")
     add = parser.add_argument_group("optimize").add_argument
     add("-b", "--batch-size", default=8, type=at_least(1), help="sequences per GPU at once")
     add("--accumulation", default=1, type=at_least(1), help="micro-batches per step")

@@ -4,13 +4,15 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path, PurePosixPath
 
+import torch
 import torch.distributed.checkpoint as dcp
 import xxhash
 from torch.distributed.checkpoint import CheckpointException
-from torch.distributed.checkpoint._fsspec_filesystem import FileSystem, FsspecReader, FsspecWriter
+from torch.distributed.checkpoint._fsspec_filesystem import FileSystem as StoredFileSystem
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
+from torch.distributed.checkpoint.filesystem import FileSystem as LocalFileSystem
 from torch.futures import Future
 
-from common.record import measure_file
 from common.remote import is_remote, plain_errors, reason_of, stamp_of
 
 
@@ -21,9 +23,14 @@ class Writer(dcp.FileSystemWriter):
     context, and what goes from rank to rank has no context.
     """
 
+    def __init__(self, folder: Path) -> None:
+        super().__init__(folder)
+        self.fs = _LocalFiles()
+
     def write_data(self, *args: object) -> Future:
         try:
-            return super().write_data(*args)
+            with _without_crc32():
+                return super().write_data(*args)
         except RuntimeError as error:
             link: BaseException | None = error
             while link is not None:
@@ -34,15 +41,11 @@ class Writer(dcp.FileSystemWriter):
 
     def measure(self, rank: int) -> dict[str, dict]:
         """Return size and checksum of each file that this rank has written, by name."""
-        own = [*self.path.glob(f"__{rank}_*"), *([self.path / ".metadata"] if rank == 0 else [])]
-        return {file.name: measure_file(file) for file in own}
+        return self.fs.sums
 
 
 class RemoteWriter(FsspecWriter):
-    """Writes to an address, right to where the files stay: a store cannot rename a folder.
-
-    Sums are taken of the bytes on their way, so that nothing has to be read back.
-    """
+    """Writes to an address, right to where the files stay: a store cannot rename a folder."""
 
     def __init__(self, folder: Path) -> None:
         # An object is safe when the store says so: there is no disk of this machine to be synced.
@@ -55,7 +58,7 @@ class RemoteWriter(FsspecWriter):
             return super().prepare_local_plan(*args)
 
     def write_data(self, *args: object) -> Future:
-        with plain_errors():
+        with plain_errors(), _without_crc32():
             return super().write_data(*args)
 
     def finish(self, **parts: object) -> None:
@@ -87,12 +90,36 @@ class RemoteReader(FsspecReader):
         self.fs.init_path(str(folder), **folder.storage_options)
 
 
-class _StoredFiles(FileSystem):
-    """Files in a store; notes size and checksum of each that is written, by name."""
+class _Summed:
+    """Notes size and checksum of each file that is written, by name.
+
+    Of the bytes on their way: nothing has to be read back.
+    """
 
     def __init__(self) -> None:
         super().__init__()
         self.sums: dict[str, dict] = {}
+
+    @contextmanager
+    def create_stream(self, path: str | Path, mode: str) -> Iterator:
+        with super().create_stream(path, mode) as stream:
+            summing = _SummingStream(stream)
+            yield summing if mode == "wb" else stream
+        if mode == "wb":  # closed: it is there
+            known = {"bytes": summing.size, "xxh3_64": summing.digest.hexdigest()}
+            self.sums[PurePosixPath(path).name] = known
+
+    def rename(self, path: str | Path, new_path: str | Path) -> None:
+        super().rename(path, new_path)
+        self.sums[PurePosixPath(new_path).name] = self.sums.pop(PurePosixPath(path).name)
+
+
+class _LocalFiles(_Summed, LocalFileSystem):
+    """Files on a disk."""
+
+
+class _StoredFiles(_Summed, StoredFileSystem):
+    """Files in a store."""
 
     @contextmanager
     def create_stream(self, path: str, mode: str) -> Iterator:
@@ -103,14 +130,7 @@ class _StoredFiles(FileSystem):
                 yield stream
             return
         with super().create_stream(path, mode) as stream:
-            summing = _SummingStream(stream)
-            yield summing
-        known = {"bytes": summing.size, "xxh3_64": summing.digest.hexdigest()}
-        self.sums[PurePosixPath(path).name] = known  # closed: it is there
-
-    def rename(self, path: str, new_path: str) -> None:
-        super().rename(path, new_path)
-        self.sums[PurePosixPath(new_path).name] = self.sums.pop(PurePosixPath(path).name)
+            yield stream
 
     def mkdir(self, path: str) -> None:
         """There are no folders. And s3fs would make a bucket that it cannot see."""
@@ -127,6 +147,17 @@ class _SummingStream:
 
     def __getattr__(self, name: str) -> object:
         return getattr(self.stream, name)
+
+
+@contextmanager
+def _without_crc32() -> Iterator[None]:
+    """Leave out the CRC-32 of each tensor: the whole file has a sum, which is faster."""
+    before = torch.serialization.get_crc32_options()
+    torch.serialization.set_crc32_options(False)
+    try:
+        yield
+    finally:
+        torch.serialization.set_crc32_options(before)
 
 
 def open_writer(folder: Path) -> Writer | RemoteWriter:

@@ -38,7 +38,7 @@ def row(command: str, **more: object) -> dict:
     ("given", "expected"),
     [
         (row(FOLDER), {}),
-        (row(f"{FOLDER} --compile --activation-checkpointing full"), {KEEP: "full"}),
+        (row(f"{FOLDER} --compile --activation-checkpointing full"), {KEEP: "full", "compile": True}),
         (row(FOLDER.replace("size 8", "size 16")), {"accumulation": 2}),
         (row(FOLDER.replace("-b 1", "-b 4").replace("size 8", "size 48")),
             {"batch_size": 3, "accumulation": 2}),
@@ -83,35 +83,51 @@ def test_a_wrong_flag_is_noticed(flag, wrong):
 
 
 def wrong_peaks(expected: dict) -> tuple[int, list[str]]:
-    """Return how many rows memory.py can know, and those of them that are off by more than 10%.
+    """Return how many rows memory.py can know, and those of them that are off by more than 2%.
 
-    Where blocks are compiled and keep something, it is the compiler that chooses what.
+    Where blocks of Llama are compiled and keep all, it is the compiler that chooses what. And
+    chapter 4 did not compile the loss yet when GPT-2 was measured with it.
     """
     compared, wrong = 0, []
     for name in MEASURED:
         for each in rows_of(name):
             peak = report.measured_peak(each)
             args = predictions.read_args(each)
-            recomputes = getattr(args, KEEP, "none") == "full"
-            if peak is None or (args.compile and not recomputes):
+            keeps_all = getattr(args, KEEP, "none") == "none"
+            if peak is None or (args.compile and keeps_all and each["chapter"] == "04-fsdp"):
                 continue
             compared += 1
             assert each["label"] in expected.get(name, {}), STALE
-            if expected[name][each["label"]]["peak_gib"] != pytest.approx(peak, rel=0.1):
+            if expected[name][each["label"]]["peak_gib"] != pytest.approx(peak, rel=0.02):
                 wrong.append(each["label"])
     return compared, wrong
 
 
 def test_gpus_hold_what_was_predicted():
     compared, wrong = wrong_peaks(predicted())
-    assert compared >= 5
+    assert compared >= 25
     assert wrong == []
 
 
 def test_a_wrong_prediction_is_noticed():
     expected = predicted()
-    expected["fsdp_options"]["full"]["peak_gib"] *= 1.15
+    expected["fsdp_options"]["full"]["peak_gib"] *= 1.05
     assert wrong_peaks(expected)[1] == ["full"]
+
+
+def test_compiled_gpt2_holds_what_was_predicted():
+    """Chapter 5 in bfloat16 on one GPU and on two, of which throughput.py has measured each."""
+    for name in ("gpt2_bf16", "gpt2_bf16_scaling"):
+        for each in report.content(ROOT / report.result(name))["rows"]:
+            if not each["chapter"].startswith("05") or not each["runs"]:
+                continue
+            words = each["command"].split("--nproc-per-node ")[1].split(" ", 1)[1]
+            as_fsdp_writes = row(words, gpus=each["devices"], label="row")
+            expected = predictions.predict_rows([as_fsdp_writes], {})["row"]["peak_gib"]
+            assert each["median"]["peak_mem_gib"] == pytest.approx(expected, rel=0.01)
+            eager = row(words.replace("--compile", ""), gpus=each["devices"], label="row")
+            planted = predictions.predict_rows([eager], {})["row"]["peak_gib"]
+            assert each["median"]["peak_mem_gib"] != pytest.approx(planted, rel=0.3)
 
 
 @pytest.mark.slow

@@ -36,7 +36,8 @@ from torch.distributed import TCPStore
 
 REPOSITORY = Path(__file__).parents[2]
 sys.path.insert(0, str(REPOSITORY / "tests"))
-from runner import load_script, place_of  # noqa: E402
+# Not runner, yet: it imports transformers, that imports torchao, and that asks CUDA for its GPUs.
+# From then on CUDA_VISIBLE_DEVICES of a rank would come too late.
 
 DDP, FSDP, MIXED = "03-multi-node", "04-fsdp", "05-mixed-precision"
 OUT_OF_MEMORY = 3
@@ -96,6 +97,7 @@ def child(jobs: list[dict]) -> None:
     Each job: the place of the rank, the chapter and its arguments, and where to leave notes.
     """
     os.chdir(REPOSITORY)
+    assert "torchao" not in sys.modules, "it has asked for the GPUs before the rank has its own"
     for job in jobs:
         os.environ |= {key: str(value) for key, value in job["place"].items()}
         sys.stderr = open(f"{job['notes']}.stderr", "w", buffering=1)  # noqa: PTH123, SIM115
@@ -117,6 +119,8 @@ def child(jobs: list[dict]) -> None:
 
 def train(chapter: str, words: list[str], purpose: str, notes: str) -> None:
     """Run a chapter's script, less what is not measured."""
+    from runner import load_script
+
     sys.argv = [f"{chapter}/train_llm.py", *words]
     script = load_script(REPOSITORY / chapter / "train_llm.py")
     script.evaluate = lambda *_: dict.fromkeys(("eval_loss", "perplexity", "bits_per_byte"), 0.0)
@@ -200,6 +204,8 @@ def note_saves(script, path: str) -> None:
 
 def start(series: list[dict], first: int, folder: Path) -> list:
     """Start the processes of configurations that follow each other, on GPUs from the first."""
+    from runner import place_of
+
     gpus, nodes = series[0]["gpus"], series[0].get("nodes", 1)
     local = gpus // nodes
     threads = max(1, os.cpu_count() // max(8, torch.cuda.device_count()))
@@ -506,6 +512,8 @@ class Sets:
         """Return where 04-fsdp/memory.py says that the search ends: memory is linear in blocks."""
         if self.tiny:
             return {(strategy, n): 13 for strategy in STRATEGIES for n in (1, 2, 4, 8)}
+        from runner import load_script
+
         memory = load_script(REPOSITORY / "04-fsdp/memory.py")
         counted = {4: {}, 8: {}}
         predicted = {}

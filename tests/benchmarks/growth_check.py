@@ -9,6 +9,7 @@ such rows, takes ddp_gpu's.
 """
 
 import argparse
+import statistics
 import sys
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -38,8 +39,9 @@ def median_run(row: dict) -> dict:
     """Return the values of a row: throughput.py has their medians, fsdp.py the runs."""
     if "median" in row:
         return row["median"]
-    (run,) = measured_runs(row)  # fsdp.py measures each once
-    return run
+    runs = measured_runs(row)
+    keys = [key for key, value in runs[0].items() if isinstance(value, float)]
+    return {key: statistics.median(run[key] for run in runs) for key in keys}
 
 
 def measured_bus() -> float:
@@ -71,14 +73,25 @@ def works() -> dict:
     (row,) = (r for r in rows if (r["strategy"], r["precision"]) == ("single", "bf16"))
     small = [row["summary"]["speed"]["ms"][phase] / 1000 for phase in PHASES]
     gpt2 = growth.work_of("ddp", "gpt2", 1024, 64 * 1024, *small)
-    (row,) = (r for r in read("fsdp_precision")["rows"] if r["label"] == "bf16, compiled")
-    eight = growth.work_of("fsdp", "llama-3.1-8b", 8192, 8192, *seconds_of(median_run(row)))
-    sent = growth.exposed(eight, row["gpus"], growth.Cluster(measured_bus()))
-    eight = replace(eight, backward=eight.backward - sent, update=row["gpus"] * eight.update)
+    eight, _ = on_two(growth.Cluster(measured_bus()), "bf16, compiled")
     return {
         GPT2: {"work": asdict(gpt2), "from": "comparison_gpu"},
         EIGHT: {"work": asdict(eight), "from": "fsdp_precision"},
     }
+
+
+def on_two(cluster, label: str):
+    """Return the Work of a step of the 8B model, from a row on two GPUs, and the row."""
+    row = row_of("fsdp_precision", label)
+    tokens = 8192 * (2 if "2 sequences" in label else 1)
+    eight = growth.work_of("fsdp", "llama-3.1-8b", 8192, tokens, *seconds_of(median_run(row)))
+    sent = growth.exposed(eight, row["gpus"], cluster)
+    return replace(eight, backward=eight.backward - sent, update=row["gpus"] * eight.update), row
+
+
+def row_of(file: str, label: str) -> dict:
+    (row,) = (row for row in read(file)["rows"] if row["label"] == label)
+    return row
 
 
 def series(cluster, source: str, label: str, work, rows: dict[int, dict]) -> list[dict]:
@@ -130,7 +143,29 @@ def checks(cluster) -> list[dict]:
         work = growth.work_of(strategy, "gpt2", 1024, 65536, *phases)
         label = f"{'bare loop' if strategy == 'ddp' else 'chapter 5'}, bf16"
         found += series(cluster, "gpt2_bf16_scaling", label, work, rows)
-    return found + differences(cluster)
+    return found + from_two_to_four(cluster) + differences(cluster)
+
+
+def from_two_to_four(cluster) -> list[dict]:
+    """Predict the 8B model on four GPUs from two: what no phase holds takes as long as there."""
+    found = []
+    for precision in ("bf16, compiled", "fp8, compiled"):
+        for label in (precision, f"{precision}, 2 sequences"):
+            work, two = on_two(cluster, label)
+            four = row_of("fsdp_precision_4", label)
+            faster = growth.step(work, two["gpus"], cluster) - growth.step(
+                work, four["gpus"], cluster
+            )
+            found.append(
+                {
+                    "source": "fsdp_precision_4",
+                    "label": f"8B: {label}, from two GPUs",
+                    "gpus": four["gpus"],
+                    "measured_ms": step_ms(four),
+                    "ideal_ms": step_ms(two) - 1000 * faster,
+                }
+            )
+    return found
 
 
 def differences(cluster) -> list[dict]:

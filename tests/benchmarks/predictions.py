@@ -55,7 +55,8 @@ def options_of(row: dict) -> tuple[str, int | None, object]:
     given |= {"batch_size": batch_size, "accumulation": accumulation}
     given |= {"gpus": row["gpus"], "gpus_per_node": row["gpus"] // (row.get("nodes") or 1)}
     seq_length = models.check_sizes(models.load_config(name), (), args.seq_length)
-    options = memory.Options(seq_length=seq_length, param_dtype=args.param_dtype, **given)
+    given |= {"param_dtype": args.param_dtype, "compile": args.compile}
+    options = memory.Options(seq_length=seq_length, **given)
     return name, blocks, options
 
 

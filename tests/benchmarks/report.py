@@ -690,7 +690,7 @@ def measured_peak(row: dict) -> float | None:
 @table(result("fsdp_options"), result("predictions"))
 def fsdp_options(found, predictions) -> list[str]:
     rows = [
-        "| option | tokens/s per GPU | ms per step | peak, GiB | predicted, not compiled, GiB "
+        "| option | tokens/s per GPU | ms per step | peak, GiB | predicted, GiB "
         "| measured against it |",
         "|---|---:|---:|---:|---:|---:|",
     ]
@@ -793,8 +793,12 @@ def fsdp_checkpoint(found) -> list[str]:
     return rows
 
 
-if (REPOSITORY / result("fsdp_checkpoint")).exists():
-    table(result("fsdp_checkpoint"))(fsdp_checkpoint)
+table(result("fsdp_checkpoint"))(fsdp_checkpoint)
+
+
+@table(result("gpt2_checkpoint"))
+def gpt2_checkpoint(found) -> list[str]:
+    return fsdp_checkpoint(found)
 
 
 @table(result("sharding_2"), result("sharding_4"))
@@ -844,9 +848,18 @@ def compression(found) -> list[str]:
 
 @table(result("fsdp_precision"), result("predictions"))
 def fsdp_precision(found, predictions) -> list[str]:
+    return precision_rows(found, predictions["fsdp_precision"])
+
+
+@table(result("fsdp_precision_4"), result("predictions"))
+def fsdp_precision_4(found, predictions) -> list[str]:
+    return precision_rows(found, predictions["fsdp_precision_4"])
+
+
+def precision_rows(found, predictions) -> list[str]:
     rows = [
         "| precision | tokens/s per GPU | MFU | ms per step | peak, GiB "
-        "| predicted, not compiled, GiB | measured against it |",
+        "| predicted, GiB | measured against it |",
         "|---|---:|---:|---:|---:|---:|---:|",
     ]
     for row in found["rows"]:
@@ -854,7 +867,7 @@ def fsdp_precision(found, predictions) -> list[str]:
         if not runs:
             continue
         peak = measured_peak(row)
-        expected = predictions["fsdp_precision"].get(row["label"], {}).get("peak_gib")
+        expected = predictions.get(row["label"], {}).get("peak_gib")
         cells = [
             number([run["tokens_per_s_per_device"] for run in runs], 0),
             f"{statistics.median(run['mfu'] for run in runs):.1%}",
@@ -1021,7 +1034,10 @@ SPEED = {
     "gpt2_bf16": "chapter 5 on one GPU against a bare loop",
     "profile_blocks": "GPT-2, compiled whole and block by block",
     "fsdp_precision": "an 8B model in each precision of chapter 5",
+    "fsdp_precision_4": "the same on four GPUs",
     "gpt2_bf16_scaling": "chapter 5 and a bare loop on 1 and 2 GPUs",
+    "gpt2_bf16_accumulation": "the same on one GPU, with 4 micro-batches",
+    "gpt2_checkpoint": "what a checkpoint of GPT-2 takes from the training",
     "comparison_gpu_2": "GPT-2, strategies and precisions on 2 GPUs",
 }
 

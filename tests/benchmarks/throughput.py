@@ -343,9 +343,10 @@ def main() -> None:
         # A round takes as long as the one before: the last one shall end in time.
         if turn and (time.monotonic() - begun) * (turn + 1) / turn > args.seconds:
             break
-        measure(groups, steps, warm_up)
-        compare(rows)
-        write_result(args.output, results)  # in every round: a later one may not end
+        for group in groups:
+            measure([group], steps, warm_up)
+            compare(rows)
+            write_result(args.output, results)  # each time: what comes later may not end
     for row in rows:
         speed = row["median"]["tokens_per_s"] if row["runs"] else float("nan")
         ratio = f"  x {row['ratio']['median']:.3f}" if "ratio" in row else ""
