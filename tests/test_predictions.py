@@ -38,7 +38,8 @@ def row(command: str, **more: object) -> dict:
     ("given", "expected"),
     [
         (row(FOLDER), {}),
-        (row(f"{FOLDER} --compile --activation-checkpointing full"), {KEEP: "full", "compile": True}),
+        (row(f"{FOLDER} --compile --activation-checkpointing full"),
+            {KEEP: "full", "compile": True}),
         (row(FOLDER.replace("size 8", "size 16")), {"accumulation": 2}),
         (row(FOLDER.replace("-b 1", "-b 4").replace("size 8", "size 48")),
             {"batch_size": 3, "accumulation": 2}),

@@ -2,11 +2,10 @@
 
 import argparse
 import re
-import subprocess
 import sys
 
 import pytest
-from conftest import CHAPTERS, ROOT, launch_file, load_script, read_metrics
+from conftest import CHAPTERS, ROOT, load_script
 
 SECTIONS = ["setup", "model", "data", "optimizer", "resume", "train"]
 FLAGS = {
@@ -78,23 +77,6 @@ def test_flags_and_their_help(chapter, monkeypatch):
     by_flag = parsers[0]._option_string_actions
     for letter, name in {**SHORT, "b": "batch_size"}.items():
         assert by_flag[f"-{letter}"].dest == name
-
-
-@pytest.mark.slow
-def test_launch_file_works_from_anywhere(chapter, tmp_path):
-    command = [
-        "bash",
-        str(launch_file(chapter)),
-        "--max-steps",
-        "1",
-        "--save-dir",
-        str(tmp_path),
-        "-e",
-        "run",
-    ]
-    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert read_metrics(tmp_path / "run")[-1]["step"] == 1
 
 
 def test_common_modules_are_small_and_quiet():
