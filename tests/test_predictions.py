@@ -1,14 +1,18 @@
 """What 04-fsdp/memory.py predicts against what GPUs held, and what the page shows of it."""
 
+import argparse
+import json
 import re
 import sys
 from dataclasses import asdict
+from pathlib import Path
 
 import matplotlib
 import pytest
 from conftest import ROOT, run_script
 
 sys.path.append(str(ROOT / "tests/benchmarks"))
+import fsdp
 import predictions
 import report
 
@@ -63,6 +67,45 @@ def test_a_searched_shape_has_the_blocks_that_trained():
     """Its command is the one of the last try, which failed."""
     given = row(FOLDER.replace("/model", "/shape-30"), blocks=29)
     assert predictions.options_of(given)[:2] == ("llama-3.1-8b", 29)
+
+
+def grown(tmp_path, name: str) -> list[dict]:
+    """Return the rows of a set of fsdp.py that grows."""
+    args = {"tiny": False, "folder": tmp_path, "append": False}
+    sets = fsdp.Sets(argparse.Namespace(**args))
+    sets.in_turns = lambda: None
+    getattr(sets, name)()
+    return sets.rows
+
+
+@pytest.mark.parametrize("name", ["length", "length_llama"])
+def test_lengths_have_the_same_tokens_and_positions_enough(tmp_path, name):
+    rows = grown(tmp_path, name)
+    assert len({each["label"] for each in rows}) == len(rows) == 6
+    for each in rows:
+        _, _, options = predictions.options_of(each)
+        assert options.seq_length * options.batch_size == 2**15 and options.accumulation == 1
+        folder = Path(predictions.read_args(each).model_name)
+        config = json.loads((folder / "config.json").read_text())
+        assert config | each["shape"] == config
+        assert options.seq_length in (
+            config.get("n_positions"),
+            config.get("max_position_embeddings"),
+        )
+
+
+def test_sizes_are_predicted_in_their_shape(tmp_path):
+    """Published as 124M to 1.5B, from the same vocabulary and positions."""
+    small, *_ = rows = grown(tmp_path, "size")
+    (label, found) = next(iter(predictions.predict_rows(rows[:1], {}).items()))
+    assert (label, round(found["parameters"] / 1e6)) == (small["label"], 124)
+    (found,) = predictions.predict_rows(rows[1:2], {}).values()
+    assert round(found["parameters"] / 1e6) == 355
+
+
+def test_a_shape_that_a_preset_has_not_is_refused(tmp_path):
+    with pytest.raises(AssertionError, match="n_layers"):
+        fsdp.shaped_folder("gpt2", {"n_layers": 3}, tmp_path)  # its name is n_layer
 
 
 @pytest.mark.parametrize(

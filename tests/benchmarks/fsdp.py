@@ -8,6 +8,8 @@ python tests/benchmarks/fsdp.py options --output tests/benchmarks/results/fsdp_o
     largest     the most blocks of Llama-3.1-8B with which a step succeeds, found by trying
     checkpoint  what saving takes from the training of the 8B model
     gpt2-checkpoint  and from that of GPT-2 124M in bfloat16, on one GPU
+    length, length-llama  1k to 32k tokens in a sequence, as many tokens in a step, on one GPU
+    size        124M to 1.5B parameters, on one GPU
 
 Every configuration is a run of a chapter's own script, one process for each GPU, forked from one
 that has imported PyTorch already. Evaluation, sample and, but for the last set, checkpoints are
@@ -31,7 +33,7 @@ import time
 from pathlib import Path
 
 import torch
-from machine import write_result
+from machine import visible_gpus, write_result
 from torch.distributed import TCPStore
 
 REPOSITORY = Path(__file__).parents[2]
@@ -43,8 +45,8 @@ DDP, FSDP, MIXED = "03-multi-node", "04-fsdp", "05-mixed-precision"
 OUT_OF_MEMORY = 3
 USABLE = 0.96  # of the memory of a GPU: CUDA and NCCL hold some, and no allocator fills it
 USABLE_HOST = 0.85  # the system ends what asks for more than there is, and not always that process
-SHAPE = REPOSITORY / "common/presets/llama-3.1-8b/config.json"
-TINY = REPOSITORY / "common/presets/llama-tiny/config.json"
+PRESETS = REPOSITORY / "common/presets"
+SHAPE, TINY = (PRESETS / name / "config.json" for name in ("llama-3.1-8b", "llama-tiny"))
 NEVER = str(10**9)
 
 # Imports of these touch no GPU, or no child could use one.
@@ -82,6 +84,13 @@ PRECISION = [
     ("tf32, compiled", "--precision tf32 --compile", 5, 2, 1),
     ("bf16, compiled, bf16 sums", "--precision bf16 --compile --reduce-dtype bfloat16", 10, 4, 1),
 ]
+# Layers, width, heads of GPT-2's four sizes.
+SIZES = {
+    "124M": (12, 768, 12),
+    "355M": (24, 1024, 16),
+    "774M": (36, 1280, 20),
+    "1.5B": (48, 1600, 25),
+}
 OFFLOAD = f"{FULL} --cpu-offload"
 STRATEGIES = {
     "FSDP": (FSDP, ""),
@@ -221,7 +230,7 @@ def start(series: list[dict], first: int, folder: Path) -> list:
                 "LOCAL_WORLD_SIZE": local,
                 "MASTER_PORT": store.port,
                 "OMP_NUM_THREADS": threads,
-                "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(begin, begin + local))),
+                "CUDA_VISIBLE_DEVICES": visible_gpus(begin, local),
                 "WANDB_MODE": "disabled",
             }
             jobs[rank].append(
@@ -292,6 +301,16 @@ def read(configuration: dict, processes: list, folder: Path) -> dict | None:
     return found
 
 
+def shaped_folder(preset: str, shape: dict[str, int], folder: Path) -> Path:
+    """Write a folder with the configuration of a preset in another shape."""
+    content = json.loads((PRESETS / preset / "config.json").read_text())
+    unknown = set(shape) - set(content)
+    assert not unknown, f"{preset} has no {unknown}"
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps({**content, **shape}))
+    return folder
+
+
 def model_folder(shape: Path, folder: Path, blocks: int | None = None, weights=False) -> Path:
     """Write a folder with a configuration, of so many blocks, and if asked for with weights."""
     from transformers import AutoConfig, AutoModelForCausalLM
@@ -346,7 +365,7 @@ class Sets:
 
     def write(self, **more: object) -> None:
         keep = ("label", "strategy", "chapter", "gpus", "nodes", "command", "warm_up", "runs")
-        keep += ("predicted", "blocks", "tries")
+        keep += ("predicted", "blocks", "tries", "preset", "shape")
         rows = [{key: row[key] for key in keep if key in row} for row in self.rows]
         context = multiprocessing.get_context("forkserver")
         results = {**more, "rows": rows}
@@ -415,6 +434,62 @@ class Sets:
                 label, MIXED, self.gpus, f"{common} {batch} {args}", steps, warm_up
             )
             row["wanted"] = runs
+            self.rows.append(row)
+        self.go_on()
+        self.in_turns()
+
+    def length(self) -> None:
+        rows = [
+            (f"{length} tokens", {"n_positions": length}, f"{words} --precision bf16")
+            for length, words in self.lengths()
+        ]
+        self.grow("gpt2", rows)
+
+    def length_llama(self) -> None:
+        rows = [
+            (
+                f"4 blocks, {length} tokens",
+                {"num_hidden_layers": 4, "max_position_embeddings": length},
+                f"{words} --precision bf16 {SELECTIVE}",
+            )
+            for length, words in self.lengths()
+        ]
+        self.grow("llama-3.1-8b", rows)
+
+    def size(self) -> None:
+        words = "-s 32 -b 2" if self.tiny else "-s 1024 -b 16"
+        words += f" --global-batch-size {words.split()[-1]} --precision bf16 {SELECTIVE}"
+        rows = [
+            (size, dict(zip(("n_layer", "n_embd", "n_head"), shape, strict=True)), words)
+            for size, shape in SIZES.items()
+        ]
+        self.grow("gpt2", rows[:1] if self.tiny else rows)
+
+    def lengths(self) -> list[tuple[int, str]]:
+        """Return sequence lengths and arguments, with as many tokens in a step for each."""
+        powers, tokens = (range(4, 6), 2**6) if self.tiny else (range(10, 16), 2**15)
+        found = []
+        for length in (2**power for power in powers):
+            batch = tokens // length
+            found.append((length, f"-s {length} -b {batch} --global-batch-size {batch}"))
+        return found
+
+    def grow(self, preset: str, rows: list[tuple[str, dict, str]]) -> None:
+        """Run chapter 5 on one GPU: label, what differs from the preset, arguments of each.
+
+        Its tokenizer is a small one: with the real vocabulary in the shape, logits are real.
+        """
+        for label, shape, args in rows:
+            name = f"{preset}, {label}"
+            folder = self.folder / "shapes" / name.replace(" ", "-").replace(",", "")
+            if self.tiny:
+                source = shaped_folder(f"{preset.split('-')[0]}-tiny", {}, folder)
+            else:
+                source = shaped_folder(preset, shape, folder)
+            words = f"-m {source} --tokenizer-name gpt2-tiny --lr 1e-4 --log-freq 2 {args}"
+            words += "" if self.tiny else " --compile"
+            row = self.configure(name, MIXED, 1, words, 12, 4, preset=preset, shape=shape)
+            row["wanted"] = 1
             self.rows.append(row)
         self.go_on()
         self.in_turns()
@@ -609,6 +684,7 @@ class Cell:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     sets = ["options", "precision", "gpt2", "largest", "checkpoint", "gpt2-checkpoint"]
+    sets += ["length", "length-llama", "size"]
     parser.add_argument("set", choices=sets)
     parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
     parser.add_argument(
@@ -617,7 +693,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=3600, help="begin no run after these")
     parser.add_argument("--memory", type=float, default=140.4, help="GiB that a GPU has")
     parser.add_argument("--host-memory", type=float, default=512, help="GiB that the host has")
-    parser.add_argument("--only", default="*", help="labels of options or precision, as in 'tf32*'")
+    parser.add_argument("--only", default="*", help="labels of a set with options, as in 'tf32*'")
     parser.add_argument("--append", action="store_true", help="add to the runs of the output")
     parser.add_argument("--tiny", action="store_true", help="small models, to try this file")
     args = parser.parse_args()

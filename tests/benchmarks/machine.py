@@ -40,6 +40,13 @@ def describe_machine() -> dict[str, object]:
     return facts
 
 
+def visible_gpus(first: int, number: int) -> str:
+    """Return CUDA_VISIBLE_DEVICES for so many of the GPUs that this process may see itself."""
+    seen = [gpu for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu]
+    wanted = range(first, first + number)
+    return ",".join(seen[n] if seen else str(n) for n in wanted)
+
+
 def write_result(path: Path, results: object) -> None:
     """Write {"machine": ..., "results": ...} as JSON; prints where."""
     path.parent.mkdir(parents=True, exist_ok=True)

@@ -2,8 +2,7 @@
 
 python tests/benchmarks/predictions.py --output tests/benchmarks/results/predictions.json
 
-The options are those of the row's command, read as the chapter reads it, and of its GPUs. A row
-with --compile is predicted as if it were not compiled: memory.py does not know what fusing saves.
+The options are those of the row's command, read as the chapter reads it, and of its GPUs.
 """
 
 import argparse
@@ -16,6 +15,7 @@ from unittest import mock
 from fsdp import DDP, MIXED, REPOSITORY, SHAPE
 from machine import RESULTS, write_result
 from runner import load_script
+from transformers import PretrainedConfig
 
 from common import models
 from common.data import split_batch
@@ -36,11 +36,13 @@ def read_args(row: dict) -> argparse.Namespace:
 def options_of(row: dict) -> tuple[str, int | None, object]:
     """Return the preset of a row, its number of blocks if it is another one, memory.py's Options.
 
-    fsdp.py names the folders that it makes of SHAPE: model, or shape-29 with 29 blocks.
+    fsdp.py names the folders that it makes of SHAPE: model, or shape-29 with 29 blocks. Where it
+    makes one of another preset, the row says of which.
     """
     args = read_args(row)
     folder = Path(args.model_name)
     name = SHAPE.parent.name if folder.is_absolute() else args.model_name
+    name = row.get("preset", name)
     blocks = row["blocks"] if folder.name.startswith("shape-") else None
     batch_size, accumulation = split_batch(args, row["gpus"], args.global_batch_size)
     if row["chapter"] == DDP:
@@ -54,10 +56,18 @@ def options_of(row: dict) -> tuple[str, int | None, object]:
         given["precision"] = "bf16" if args.precision in (None, "fp16", "fp8") else args.precision
     given |= {"batch_size": batch_size, "accumulation": accumulation}
     given |= {"gpus": row["gpus"], "gpus_per_node": row["gpus"] // (row.get("nodes") or 1)}
-    seq_length = models.check_sizes(models.load_config(name), (), args.seq_length)
+    seq_length = models.check_sizes(config_of(row, name), (), args.seq_length)
     given |= {"param_dtype": args.param_dtype, "compile": args.compile}
     options = memory.Options(seq_length=seq_length, **given)
     return name, blocks, options
+
+
+def config_of(row: dict, name: str) -> PretrainedConfig:
+    """Return the configuration of a preset in the row's shape."""
+    config = models.load_config(name)
+    for key, value in row.get("shape", {}).items():
+        setattr(config, key, value)
+    return config
 
 
 def predict_rows(rows: list[dict], counted: dict) -> dict[str, dict]:
@@ -67,9 +77,9 @@ def predict_rows(rows: list[dict], counted: dict) -> dict[str, dict]:
         if row.get("blocks") == 0:
             continue  # nothing trained
         name, blocks, options = options_of(row)
-        config = models.load_config(name)
+        config = config_of(row, name)
         config.num_hidden_layers = blocks or config.num_hidden_layers
-        known = counted.setdefault((name, blocks), {})
+        known = counted.setdefault((name, blocks, json.dumps(row.get("shape"))), {})
         found = memory.predict(config, options, known)
         groups, _ = next(iter(known.values()))
         predicted[row["label"]] = {

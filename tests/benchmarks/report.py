@@ -856,9 +856,9 @@ def fsdp_precision_4(found, predictions) -> list[str]:
     return precision_rows(found, predictions["fsdp_precision_4"])
 
 
-def precision_rows(found, predictions) -> list[str]:
+def precision_rows(found, predictions, first: str = "precision") -> list[str]:
     rows = [
-        "| precision | tokens/s per GPU | MFU | ms per step | peak, GiB "
+        f"| {first} | tokens/s per GPU | MFU | ms per step | peak, GiB "
         "| predicted, GiB | measured against it |",
         "|---|---:|---:|---:|---:|---:|---:|",
     ]
@@ -1139,7 +1139,6 @@ def speed_rows(found) -> list[str]:
     ]
     for row in found["rows"]:
         if not row["runs"]:
-            rows.append(f"| {row['label']} | {row['devices']} | failed | | | | | | |")
             continue
         median = row["median"]
         times = (f"time/{phase}" for phase in ("total", "backward", "data"))
@@ -1161,9 +1160,9 @@ def start_cpu(found) -> list[str]:
     return ["| from the command to | seconds |", "|---|---:|", f"| step 1 | {spread(seconds)} |"]
 
 
-# What throughput.py has measured of these sets: tables named gpt2_bf16, length_gpu, and so on.
+# What throughput.py has measured of these sets: tables named gpt2_bf16 and so on.
 SPEED_SETS = ("gpt2_bf16", "gpt2_bf16_scaling", "gpt2_bf16_accumulation", "ddp_gpu_accumulation")
-SPEED_SETS += ("length_gpu", "length_llama_gpu", "size_gpu", "speed_cpu")
+SPEED_SETS += ("speed_cpu",)
 
 
 def speed_table(name: str) -> None:
@@ -1177,6 +1176,23 @@ def speed_table(name: str) -> None:
 for name in SPEED_SETS:
     if (REPOSITORY / result(name)).exists():
         speed_table(name)
+
+
+# And fsdp.py of these, with what memory.py predicts.
+GROWN_SETS = ("fsdp_length", "fsdp_length_llama", "fsdp_size")
+
+
+def grown_table(name: str) -> None:
+    def named(found, predictions) -> list[str]:
+        return precision_rows(found, predictions[name], "model")
+
+    named.__name__ = name
+    table(result(name), result("predictions"))(named)
+
+
+for name in GROWN_SETS:
+    if (REPOSITORY / result(name)).exists():
+        grown_table(name)
 
 
 def main() -> None:

@@ -16,13 +16,11 @@ Sets, and what they answer:
     gpt2-bf16-scaling       both on 1, 2, 4 and 8 GPUs
     gpt2-bf16-accumulation  the same with 4 micro-batches
     ddp-gpu, ddp-gpu-accumulation, nodes-gpu  chapters 1 to 3 in TF32
-    length, length-llama    1k to 32k tokens in a sequence, as many tokens in a step
-    size                    124M to 1.5B parameters; above that, fsdp.py largest
     cpu, cpu-start          two cores: one process and two ranks on one global batch; the first step
     ddp-cpu, nodes-cpu, fsdp-cpu  neighbouring chapters on two cores
 
-The 8B model has a file of its own, fsdp.py, and so has each chapter's step against a bare loop of
-its own model, overhead.py.
+The 8B model, longer sequences and larger models have a file of their own, fsdp.py, and so has each
+chapter's step against a bare loop of its own model, overhead.py.
 """
 
 import argparse
@@ -38,11 +36,10 @@ import time
 from pathlib import Path
 
 import torch
-from machine import write_result
+from machine import visible_gpus, write_result
 
 REPOSITORY = Path(__file__).parents[2]
 BASELINE = "tests/benchmarks/baseline.py"
-PRESETS = REPOSITORY / "common/presets"
 GPT2 = "-m gpt2 -s 1024 -b 64 --compile --lr 3e-4"
 OFTEN = f"{GPT2} --log-freq 5"
 NEVER = str(10**9)
@@ -72,43 +69,6 @@ def against(reference: str, rows: list[dict], key: str = "tokens_per_s_per_devic
     return [{**each, "against": reference, "compared": key} for each in rows]
 
 
-def shaped(preset: str, label: str, args: str, **shape: int) -> dict:
-    """Return chapter 5 on one device with a preset in another shape, as a folder of its own.
-
-    Its tokenizer is that of the presets: with the real vocabulary in the shape, logits are real.
-    """
-    return {
-        "label": label,
-        "chapter": "05-mixed-precision",
-        "devices": 1,
-        "preset": preset,
-        "shape": shape,
-        "args": f"-m {{model}} --tokenizer-name gpt2-tiny --compile --lr 1e-4 --log-freq 2 {args}",
-        "may_fail": True,  # what does not fit is a result, too
-    }
-
-
-def lengths(preset: str, args: str, positions: str, **shape: int) -> list[dict]:
-    """Return a row for each length of the sequences: 32k tokens in a step."""
-    return [
-        shaped(
-            preset,
-            f"{preset}, {length} tokens",
-            f"{args} -s {length} -b {2**15 // length} --global-batch-size {2**15 // length}",
-            **{positions: length, **shape},
-        )
-        for length in (2**power for power in range(10, 16))
-    ]
-
-
-# Layers, width, heads of GPT-2's four sizes. A run ends with a checkpoint, so none is larger here.
-SIZES = {
-    "124M": (12, 768, 12),
-    "355M": (24, 1024, 16),
-    "774M": (36, 1280, 20),
-    "1.5B": (48, 1600, 25),
-}
-RECOMPUTE = "--activation-checkpointing selective"
 ON_CPU = {"01-single-gpu": [1], "02-ddp": [1, 2]}
 ON_GPUS = {"01-single-gpu": [1], "02-ddp": [1, 2, 4, 8]}
 NUMBERS = [1, 2, 4, 8]
@@ -136,27 +96,6 @@ SETS = {
     "gpt2-bf16": (beside_the_bare_loop([1], 64), 80, 20),
     "gpt2-bf16-scaling": (beside_the_bare_loop(NUMBERS, 64), 80, 20),
     "gpt2-bf16-accumulation": (beside_the_bare_loop(NUMBERS, 256), 30, 10),
-    "length": (lengths("gpt2", "--precision bf16", "n_positions"), 12, 4),
-    "length-llama": (
-        lengths("llama-3.1-8b", RECOMPUTE, "max_position_embeddings", num_hidden_layers=4),
-        12,
-        4,
-    ),
-    "size": (
-        [
-            shaped(
-                "gpt2",
-                f"gpt2, {name}",
-                f"-s 1024 -b 16 --global-batch-size 16 {RECOMPUTE}",
-                n_layer=layers,
-                n_embd=width,
-                n_head=heads,
-            )
-            for name, (layers, width, heads) in SIZES.items()
-        ],
-        12,
-        4,
-    ),
     "cpu": (against("01-single-gpu on 1", CPU_ROWS, "tokens_per_s"), 90, 30),
     "cpu-start": (scaling({"01-single-gpu": [1]}, "--log-freq 1", 24), 4, 2),
 }
@@ -184,22 +123,11 @@ def file_name(label: str) -> str:
     return label.replace(" ", "-").replace(",", "")
 
 
-def model_folder(configuration: dict, folder: Path) -> str:
-    """Write a folder with a preset in the configuration's shape, and return its path."""
-    config = json.loads((PRESETS / configuration["preset"] / "config.json").read_text())
-    unknown = set(configuration["shape"]) - set(config)
-    assert not unknown, f"{configuration['preset']} has no {unknown}"
-    model = folder / "models" / file_name(configuration["label"])
-    model.mkdir(parents=True, exist_ok=True)
-    (model / "config.json").write_text(json.dumps({**config, **configuration["shape"]}))
-    return str(model)
-
-
-def train(group: list[dict], steps: int, folder: Path) -> list[dict | None]:
+def train(group: list[dict], steps: int, folder: Path) -> list[dict]:
     """Run configurations side by side, each on devices of its own.
 
     Return of each its metrics and the seconds from its start to the first log line (of the bare
-    loop, which writes all of them at its end, to that); None for one that failed and may.
+    loop, which writes all of them at its end, to that).
     """
     processes, first = [], 0
     names = [file_name(row["label"]) for row in group]
@@ -208,16 +136,14 @@ def train(group: list[dict], steps: int, folder: Path) -> list[dict | None]:
     environment = {**os.environ, "WANDB_MODE": "disabled", "OMP_NUM_THREADS": str(threads)}
     begun = time.monotonic()
     for name, row in zip(names, group, strict=True):
-        gpus = range(first, first + row["devices"])
+        gpus = visible_gpus(first, row["devices"])
         first += row["devices"]
         words = command_of(row, steps)
-        if "shape" in row:
-            words = [word.replace("{model}", model_folder(row, folder)) for word in words]
         processes.append(
             subprocess.Popen(
                 [sys.executable, *words, "--save-dir", folder, "-e", name],
                 cwd=REPOSITORY,
-                env={**environment, "CUDA_VISIBLE_DEVICES": ",".join(map(str, gpus))},
+                env={**environment, "CUDA_VISIBLE_DEVICES": gpus},
             )
         )
     files = [folder / name / "metrics.jsonl" for name in names]
@@ -231,11 +157,8 @@ def train(group: list[dict], steps: int, folder: Path) -> list[dict | None]:
         time.sleep(0.02)
     found = []
     for process, row, file in zip(processes, group, files, strict=True):
-        if process.returncode and not row.get("may_fail"):
-            raise SystemExit(f"a run failed: {row['label']}")
         if process.returncode:
-            found.append(None)
-            continue
+            raise SystemExit(f"a run failed: {row['label']}")
         metrics = [json.loads(line) for line in file.read_text().splitlines()]
         found.append({"metrics": metrics, "first_line_s": first_line.get(file)})
     return found
@@ -267,11 +190,8 @@ def summarize(metrics: list[dict], warm_up: int) -> dict[str, float]:
     return {**values, "loss": counted[-1]["loss"]}
 
 
-def add(row: dict, found: dict | None, warm_up: int) -> None:
+def add(row: dict, found: dict, warm_up: int) -> None:
     """Add a run to its row: its values, the medians and the spread of the runs so far."""
-    if found is None:
-        row["failed"] = row.get("failed", 0) + 1
-        return
     run = summarize(found["metrics"], warm_up)
     if found["first_line_s"] is not None:
         run["first_line_s"] = found["first_line_s"]
@@ -301,9 +221,6 @@ def compare(rows: list[dict]) -> None:
 def measure(groups: list[list[dict]], steps: int, warm_up: int) -> None:
     """Run each group once and add to each row the values of its run (medians of log lines)."""
     for group in groups:
-        group = [row for row in group if not row.get("failed")]  # it would fail again
-        if not group:
-            continue
         with tempfile.TemporaryDirectory() as folder:
             for row, found in zip(group, train(group, steps, Path(folder)), strict=True):
                 add(row, found, warm_up)
