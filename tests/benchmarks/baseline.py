@@ -88,7 +88,7 @@ class Loop:
         for micro_batch in range(self.accumulation):
             batch = self.batches[self.next % BATCHES].to(self.device, non_blocking=True)
             self.next += 1
-            wait = self.accumulation - 1 > micro_batch and dist.is_initialized()
+            wait = self.accumulation - 1 > micro_batch and hasattr(self.model, "no_sync")
             with self.model.no_sync() if wait else nullcontext():
                 with self.autocast:
                     loss = self.model(batch, batch) / self.accumulation

@@ -4,8 +4,8 @@ python tests/benchmarks/overhead.py --output tests/benchmarks/results/overhead_c
 
 The chapter's own script runs. After every few of its steps a hook on the optimizer does as many
 steps of the bare loop, in the same process, so that both see the same machine. The bare loop of
-chapters 4 and 5 is sharded too, on a world of one. All arguments after -- go to the chapter, and
-chapter 5 needs a --precision among them.
+chapters 4 and 5 is sharded too, on a world of one; with --by-hand it is baseline.py's, of whatever
+chapter. All arguments after -- go to the chapter, and chapter 5 needs a --precision among them.
 """
 
 import argparse
@@ -19,6 +19,7 @@ import time
 from pathlib import Path
 
 import torch
+from baseline import Loop
 from machine import write_result
 from torch import nn
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -81,9 +82,11 @@ class BareLoop:
 class Alternate:
     """The hook: after `stride` steps of the chapter, `stride` steps of the bare loop."""
 
-    def __init__(self, args: argparse.Namespace, device: torch.device, stride: int) -> None:
-        self.args, self.device, self.stride = args, device, stride
-        self.bare: BareLoop | None = None  # once the chapter has a process group
+    def __init__(
+        self, args: argparse.Namespace, device: torch.device, stride: int, by_hand: bool
+    ) -> None:
+        self.args, self.device, self.stride, self.by_hand = args, device, stride, by_hand
+        self.bare: BareLoop | Loop | None = None  # once the chapter has a process group
         self.steps, self.inside, self.start = 0, False, None
         self.chapter_ms: list[float] = []
         self.bare_ms: list[float] = []
@@ -95,7 +98,7 @@ class Alternate:
         if self.steps % self.stride:
             return
         self.inside = True
-        self.bare = self.bare or BareLoop(self.args, self.device)
+        self.bare = self.bare or self.make_bare()
         now = self.now()
         if self.start is not None:
             self.chapter_ms.append(1000 * (now - self.start) / self.stride)
@@ -104,6 +107,13 @@ class Alternate:
             self.bare_ms.append(1000 * (self.now() - now) / self.stride)
         self.start = self.now()
         self.inside = False
+
+    def make_bare(self) -> BareLoop | Loop:
+        if not self.by_hand:
+            return BareLoop(self.args, self.device)
+        given = {"seq_length": self.args.seq_length or 1024, "lr": self.args.lr or 3e-4}
+        given["precision"] = getattr(self.args, "precision", None) or "tf32"
+        return Loop(argparse.Namespace(**{**vars(self.args), **given}), self.device, 1)
 
     def now(self) -> float:
         if self.device.type == "cuda":
@@ -115,6 +125,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--chapter", default="01-single-gpu", help="folder of the chapter")
     parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
+    parser.add_argument("--by-hand", action="store_true", help="against baseline.py's loop")
     parser.add_argument("--stride", type=int, default=2, help="steps in a row of each loop")
     parser.add_argument("--pairs", type=int, default=60, help="pairs that are counted")
     parser.add_argument("chapter_args", nargs="*", help="for the chapter, after --")
@@ -131,7 +142,7 @@ def main() -> None:
         never = str(10**9)
         sys.argv = ["train_llm.py", *args.chapter_args, "--save-dir", folder, "-e", "run"]
         sys.argv += ["--max-steps", str(steps), "--eval-freq", never, "--ckpt-freq", never]
-        alternate = Alternate(chapter.get_args(), device, args.stride)
+        alternate = Alternate(chapter.get_args(), device, args.stride, args.by_hand)
         handle = register_optimizer_step_post_hook(alternate)
         chapter.main()
         handle.remove()
