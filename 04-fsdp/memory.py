@@ -465,7 +465,7 @@ def get_args() -> argparse.Namespace:
     add("--num-layers", type=at_least(1), help="blocks (if absent: the model's)")
     add("-s", "--seq-length", type=at_least(2), help="tokens (if absent: positions, <= 1024)")
     add("--param-dtype", default="float32", choices=["float32", "bfloat16"], help="of the weights")
-    add("--compile", action="store_true", help="what it saves in loss and recomputing blocks")
+    add("--compile", action="store_true", help="blocks and loss are compiled")
     add = parser.add_argument_group("optimize").add_argument
     add("-b", "--batch-size", default=8, type=at_least(1), help="sequences per GPU at once")
     add("--accumulation", default=1, type=at_least(1), help="micro-batches per step")

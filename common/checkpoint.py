@@ -82,7 +82,7 @@ def write_content(
                     process_group=group,
                     no_dist=not dist.is_initialized(),
                 )
-                sums = writer.measure(rank)
+                sums = writer.measure()
     except (CheckpointException, OSError) as error:
         failures = {rank: cause_of(error)}
     # All ranks must come to both collectives and to the same end, whichever of them failed.

@@ -22,8 +22,8 @@ def commit_checkpoint(
     """Make the checkpoint in `unfinished` the newest one of the run, at run_dir / path.
 
     Renames it if it is not there yet, then replaces state.json, then deletes all but the newest
-    `keep`: at any moment state.json names only complete checkpoints. files: from measure_file, by
-    name.
+    `keep`: at any moment state.json names only complete checkpoints. files: what the
+    writer measured of each, by name.
     """
     records = _drop_stale(run_dir, step, training)
     if unfinished != run_dir / path:

@@ -29,7 +29,7 @@ from common.writer import cause_of, open_reader
 class Kept(NamedTuple):
     """A complete checkpoint, by the run's commit record.
 
-    files: what measure_file said of each, by name. others: steps of the other kept checkpoints.
+    files: what the writer measured of each, by name. others: steps of the other kept checkpoints.
     training: from describe_training.
     """
 

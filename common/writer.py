@@ -39,8 +39,13 @@ class Writer(dcp.FileSystemWriter):
                 link = link.__cause__ or link.__context__
             raise
 
-    def measure(self, rank: int) -> dict[str, dict]:
-        """Return size and checksum of each file that this rank has written, by name."""
+    def measure(self) -> dict[str, dict]:
+        """Return size and checksum of each file that this rank has written, by name.
+
+        Raises OSError where the disk has another size.
+        """
+        for name, known in self.fs.sums.items():
+            check_size(name, (self.path / name).stat().st_size, known)
         return self.fs.sums
 
 
@@ -65,7 +70,7 @@ class RemoteWriter(FsspecWriter):
         with plain_errors():
             super().finish(**parts)
 
-    def measure(self, rank: int) -> dict[str, dict]:
+    def measure(self) -> dict[str, dict]:
         """Return size and checksum of each file that this rank has written, by name.
 
         With the store's own mark of the content, if it has one. Raises OSError where the store has
@@ -74,11 +79,15 @@ class RemoteWriter(FsspecWriter):
         with plain_errors():
             for name, known in self.fs.sums.items():
                 info = self.fs.fs.info(f"{self.path}/{name}")
-                if info["size"] != known["bytes"]:
-                    raise OSError(f"{name} has {info['size']} bytes, not {known['bytes']}")
+                check_size(name, info["size"], known)
                 if stamp := stamp_of(info):
                     known["stamp"] = stamp
         return self.fs.sums
+
+
+def check_size(name: str, size: int, known: dict) -> None:
+    if size != known["bytes"]:
+        raise OSError(f"{name} has {size} bytes, not {known['bytes']}")
 
 
 class RemoteReader(FsspecReader):

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed.checkpoint as dcp
 from conftest import ROOT, first_then_slow, read_metrics
 from runner import SAVE_STAGES, finish, start
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
@@ -17,6 +18,8 @@ from torch.optim.lr_scheduler import LambdaLR
 
 from common import checkpoint
 from common.data import ResumableSampler
+from common.record import measure_file
+from common.writer import Writer, open_writer
 
 STEPS = 40
 EXACT = ("loss", "lr", "grad_norm", "epoch", "epoch_progress", "batches_left", "eval_loss")
@@ -264,3 +267,39 @@ def test_planted_bug_is_noticed(straight, train, flags, monkeypatch, tmp_path, b
         if [line.get(key) for line in resumed] != [line.get(key) for line in expected]
     ]
     assert bool(differs) == (bug is not None), differs
+
+
+# --- sums of what is written ---
+
+
+@pytest.fixture
+def written(tmp_path, monkeypatch) -> tuple[Path, Writer, list[bool]]:
+    """Return a folder with a tensor, its writer, and for each tensor whether it got a CRC-32."""
+    with_crc32, save = [], torch.save
+
+    def note(*args: object, **options: object) -> None:
+        with_crc32.append(torch.serialization.get_crc32_options())
+        save(*args, **options)
+
+    monkeypatch.setattr(torch, "save", note)
+    writer = open_writer(tmp_path)
+    content = {"one": torch.arange(1000.0), "two": torch.zeros(3)}
+    dcp.save(content, checkpoint_id=tmp_path, storage_writer=writer, no_dist=True)
+    return tmp_path, writer, with_crc32
+
+
+def test_sums_on_the_way_are_those_of_the_disk(written):
+    folder, writer, with_crc32 = written
+    sums = writer.measure()
+    assert {file.name for file in folder.iterdir()} == set(sums) == {".metadata", "__0_0.distcp"}
+    assert all(measure_file(folder / name) == known for name, known in sums.items())
+    assert with_crc32 == [False, False]
+    assert torch.serialization.get_crc32_options(), "of others it is still taken"
+
+
+def test_a_file_of_another_size_is_noticed(written):
+    folder, writer, _ = written
+    with (folder / "__0_0.distcp").open("ab") as file:
+        file.write(b"0")
+    with pytest.raises(OSError, match=r"__0_0\.distcp has"):
+        writer.measure()

@@ -160,6 +160,9 @@ def test_rows_side_by_side_stay_on_the_gpus_that_they_may_use(monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1,5,7")
     assert throughput.visible_gpus(0, 1) == "1"
     assert throughput.visible_gpus(1, 2) == "5,7"
+    for none in ("", "-1"):
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", none)
+        assert throughput.visible_gpus(0, 1) == throughput.visible_gpus(1, 2) == none
 
 
 # --- what is made of the runs ---

@@ -12,7 +12,7 @@ python tests/benchmarks/fsdp.py options --output tests/benchmarks/results/fsdp_o
     size        124M to 1.5B parameters, on one GPU
 
 Every configuration is a run of a chapter's own script, one process for each GPU, forked from one
-that has imported PyTorch already. Evaluation, sample and, but for the last set, checkpoints are
+that has imported PyTorch already. Evaluation, sample and, but for two sets, checkpoints are
 left out: they are not what is measured. With --tiny all is small, to try the file without GPUs.
 """
 
@@ -693,7 +693,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=3600, help="begin no run after these")
     parser.add_argument("--memory", type=float, default=140.4, help="GiB that a GPU has")
     parser.add_argument("--host-memory", type=float, default=512, help="GiB that the host has")
-    parser.add_argument("--only", default="*", help="labels of a set with options, as in 'tf32*'")
+    parser.add_argument("--only", default="*", help="labels, as in 'tf32*'; not of gpt2, largest")
     parser.add_argument("--append", action="store_true", help="add to the runs of the output")
     parser.add_argument("--tiny", action="store_true", help="small models, to try this file")
     args = parser.parse_args()

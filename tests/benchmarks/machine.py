@@ -41,10 +41,14 @@ def describe_machine() -> dict[str, object]:
 
 
 def visible_gpus(first: int, number: int) -> str:
-    """Return CUDA_VISIBLE_DEVICES for so many of the GPUs that this process may see itself."""
-    seen = [gpu for gpu in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if gpu]
-    wanted = range(first, first + number)
-    return ",".join(seen[n] if seen else str(n) for n in wanted)
+    """Return CUDA_VISIBLE_DEVICES for so many of the GPUs that this process may see itself.
+
+    Where it sees none, or fewer, there is nothing to share out: they run on the CPU.
+    """
+    said = os.environ.get("CUDA_VISIBLE_DEVICES")
+    seen = [str(n) for n in range(64)] if said is None else said.split(",")
+    chosen = seen[first : first + number]
+    return ",".join(chosen) if len(chosen) == number else said
 
 
 def write_result(path: Path, results: object) -> None:

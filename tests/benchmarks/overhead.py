@@ -1,11 +1,12 @@
-"""What a chapter's training step costs beside a bare loop on the same model and batches.
+"""What a chapter's training step costs beside a bare loop.
 
 python tests/benchmarks/overhead.py --output tests/benchmarks/results/overhead_cpu.json
 
 The chapter's own script runs. After every few of its steps a hook on the optimizer does as many
-steps of the bare loop, in the same process, so that both see the same machine. The bare loop of
-chapters 4 and 5 is sharded too, on a world of one; with --by-hand it is baseline.py's, of whatever
-chapter. All arguments after -- go to the chapter, and chapter 5 needs a --precision among them.
+steps of the bare loop, in the same process, so that both see the same machine. It trains the same
+model on the same batches, in chapters 4 and 5 sharded too, on a world of one. With --by-hand it is
+baseline.py's: a GPT-2 written by hand, random tokens, in TF32 or bfloat16. All arguments after --
+go to the chapter, and chapter 5 needs a --precision among them.
 """
 
 import argparse
@@ -111,8 +112,11 @@ class Alternate:
     def make_bare(self) -> BareLoop | Loop:
         if not self.by_hand:
             return BareLoop(self.args, self.device)
-        given = {"seq_length": self.args.seq_length or 1024, "lr": self.args.lr or 3e-4}
-        given["precision"] = getattr(self.args, "precision", None) or "tf32"
+        precision = getattr(self.args, "precision", "tf32")
+        assert precision in ("tf32", "bf16"), "the loop by hand has no other precision"
+        config = load_config(self.args.model_name)
+        given = {"seq_length": self.args.seq_length or config.max_position_embeddings}
+        given |= {"lr": self.args.lr or 1 / config.hidden_size, "precision": precision}
         return Loop(argparse.Namespace(**{**vars(self.args), **given}), self.device, 1)
 
     def now(self) -> float:

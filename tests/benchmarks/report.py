@@ -84,7 +84,7 @@ SHARDED = "04-fsdp/recorded/launch.metrics.jsonl"
 MIXED = "05-mixed-precision/recorded/launch.metrics.jsonl"
 MEASURED = ("overhead_cpu", "overhead_gpu", "profile_gpt2", "startup_cpu")
 MEASURED += ("fsdp_options", "predictions")
-EAGER = "full, not compiled"  # the row of fsdp_options that memory.py knows all of
+EAGER = "full, not compiled"  # the row of fsdp_options that the front page shows
 
 
 @table(MAKE_TRAIN, LAUNCH, JOB, SHARDED, MIXED, *map(result, MEASURED))
@@ -864,10 +864,13 @@ def precision_rows(found, predictions, first: str = "precision") -> list[str]:
     ]
     for row in found["rows"]:
         runs = measured_runs(row)
+        expected = predictions.get(row["label"], {}).get("peak_gib")
         if not runs:
+            if None in row["runs"]:
+                said = f"{expected:.1f}" if expected else ""
+                rows.append(f"| {row['label']} | out of memory | | | | {said} | |")
             continue
         peak = measured_peak(row)
-        expected = predictions.get(row["label"], {}).get("peak_gib")
         cells = [
             number([run["tokens_per_s_per_device"] for run in runs], 0),
             f"{statistics.median(run['mfu'] for run in runs):.1%}",
