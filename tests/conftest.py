@@ -44,7 +44,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     With pytest-xdist a process gets whole files, whose tests share what fixtures have started, and
     those with a cluster in two groups. What takes longest begins first.
     """
-    longest = ("test_labs", "test_pages")
+    longest = ("test_labs", "test_pages", "test_precision", "test_parity", "test_fsdp")
+    longest += ("test_offline", "test_fault_lab", "test_compare", "test_training", "test_wandb")
     multi_node = ("test_local_cluster", "test_multi_node")
     on_cluster = {item.path for item in items if item.get_closest_marker("slurm")}
     if "PYTEST_XDIST_WORKER" in os.environ:
