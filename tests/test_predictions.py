@@ -138,7 +138,9 @@ def wrong_peaks(expected: dict) -> tuple[int, list[str]]:
             peak = report.measured_peak(each)
             args = predictions.read_args(each)
             keeps_all = getattr(args, KEEP, "none") == "none"
-            if peak is None or (args.compile and keeps_all and each["chapter"] == "04-fsdp"):
+            model, _, _ = predictions.options_of(each)
+            unknown = model.startswith("llama") or each["chapter"] == "04-fsdp"
+            if peak is None or (args.compile and keeps_all and unknown):
                 continue
             compared += 1
             assert each["label"] in expected.get(name, {}), STALE
@@ -159,7 +161,7 @@ def beyond_the_head(expected: dict) -> dict[str, float]:
     for name in ("fsdp_options", "fsdp_precision", "fsdp_precision_4"):
         for each in rows_of(name):
             known, peak = expected[name][each["label"]], report.measured_peak(each)
-            if peak and known["fullest_at"][0] == "head" and each["label"] != "no checkpointing":
+            if peak and known["fullest_at"][0] == "head" and "no checkpoint" not in each["label"]:
                 found[f"{name}, {each['label']}"] = peak - known["peak_gib"]
     return found
 

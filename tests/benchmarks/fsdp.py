@@ -53,7 +53,9 @@ NEVER = str(10**9)
 PRELOAD = ["torch.distributed.checkpoint", "transformers.models.llama", "datasets"]
 
 # Each: label, arguments, number of runs. All of them recompute and compile unless they say so.
-FULL, SELECTIVE = "--activation-checkpointing full", "--activation-checkpointing selective"
+NOTHING, SELECTIVE, FULL = (
+    f"--activation-checkpointing {what}" for what in ("none", "selective", "full")
+)
 OPTIONS = [
     ("selective", f"--compile {SELECTIVE}", 3),
     ("full", f"--compile {FULL}", 3),
@@ -71,12 +73,15 @@ OPTIONS = [
     ("full, prefetch 0", f"--compile {FULL} --prefetch 0", 1),
     ("full, bfloat16 weights", f"--compile {FULL} --param-dtype bfloat16", 1),
 ]
-# Each: label, arguments, steps, those left out, number of runs. All of them recompute selectively.
+# Each: label, arguments, steps, those left out, number of runs. All of them recompute selectively
+# unless they say so.
 PRECISION = [
     ("bf16, compiled", "--precision bf16 --compile", 10, 4, 3),
     ("fp8, compiled", "--precision fp8 --compile", 10, 4, 3),
     ("bf16, compiled, 2 sequences", "--precision bf16 --compile -b 2x", 10, 4, 3),
     ("fp8, compiled, 2 sequences", "--precision fp8 --compile -b 2x", 10, 4, 3),
+    ("bf16, compiled, no checkpointing", f"--precision bf16 --compile {NOTHING}", 10, 4, 3),
+    ("fp8, compiled, no checkpointing", f"--precision fp8 --compile {NOTHING}", 10, 4, 3),
     ("bf16", "--precision bf16", 8, 3, 3),
     ("tf32", "--precision tf32", 5, 2, 3),
     ("fp32", "--precision fp32", 3, 1, 1),
