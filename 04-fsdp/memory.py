@@ -216,14 +216,13 @@ def count(
         tokens = torch.zeros(shape, dtype=torch.int64, device="meta")
         model(input_ids=tokens, labels=tokens).loss.backward()
     groups = [[parameter.shape for parameter in group] for group in parameters]
-    last_product = math.prod(shape) * config.hidden_size * (2 if half else 4)
-    last_product *= options.compile and options.activation_checkpointing == "selective"
-    done = {"forward": 0, "head": 0, "backward": 1}  # blocks from 0 on that keep something
-    moments = [
-        (phase, block, alive - max(0, block + done[phase]) * last_product)
-        for phase, block, alive in live.moments
-    ]
-    return groups, moments
+    if options.compile and options.activation_checkpointing == "selective":
+        last_product = math.prod(shape) * config.hidden_size * (2 if half else 4)
+        for moment in live.moments:
+            phase, block, _ = moment
+            keeping = max(0, block + (phase == "backward"))  # blocks that keep something then
+            moment[2] -= keeping * last_product
+    return groups, [tuple(moment) for moment in live.moments]
 
 
 # --- states and gathered groups ---

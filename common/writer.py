@@ -45,7 +45,7 @@ class Writer(dcp.FileSystemWriter):
         Raises OSError where the disk has another size.
         """
         for name, known in self.fs.sums.items():
-            check_size(name, (self.path / name).stat().st_size, known)
+            _check_size(name, (self.path / name).stat().st_size, known)
         return self.fs.sums
 
 
@@ -79,13 +79,13 @@ class RemoteWriter(FsspecWriter):
         with plain_errors():
             for name, known in self.fs.sums.items():
                 info = self.fs.fs.info(f"{self.path}/{name}")
-                check_size(name, info["size"], known)
+                _check_size(name, info["size"], known)
                 if stamp := stamp_of(info):
                     known["stamp"] = stamp
         return self.fs.sums
 
 
-def check_size(name: str, size: int, known: dict) -> None:
+def _check_size(name: str, size: int, known: dict) -> None:
     if size != known["bytes"]:
         raise OSError(f"{name} has {size} bytes, not {known['bytes']}")
 

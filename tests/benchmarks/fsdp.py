@@ -33,7 +33,7 @@ import time
 from pathlib import Path
 
 import torch
-from machine import visible_gpus, write_result
+from machine import file_name, visible_gpus, write_result
 from torch.distributed import TCPStore
 
 REPOSITORY = Path(__file__).parents[2]
@@ -226,7 +226,7 @@ def start(series: list[dict], first: int, folder: Path) -> list:
     jobs: list[list[dict]] = [[] for _ in range(gpus)]
     for configuration in series:
         store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-        name = configuration["label"].replace(" ", "-").replace(",", "")
+        name = file_name(configuration["label"])
         configuration |= {"store": store, "name": name}
         for rank in range(gpus):
             begin = first + rank // local * local
@@ -306,11 +306,11 @@ def read(configuration: dict, processes: list, folder: Path) -> dict | None:
     return found
 
 
-def shaped_folder(preset: str, shape: dict[str, int], folder: Path) -> Path:
-    """Write a folder with the configuration of a preset in another shape."""
-    content = json.loads((PRESETS / preset / "config.json").read_text())
+def shaped_folder(source: Path, shape: dict[str, int], folder: Path) -> Path:
+    """Write a folder with the configuration of a preset's file in another shape."""
+    content = json.loads(source.read_text())
     unknown = set(shape) - set(content)
-    assert not unknown, f"{preset} has no {unknown}"
+    assert not unknown, f"{source.parent.name} has no {unknown}"
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps({**content, **shape}))
     return folder
@@ -320,11 +320,7 @@ def model_folder(shape: Path, folder: Path, blocks: int | None = None, weights=F
     """Write a folder with a configuration, of so many blocks, and if asked for with weights."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    content = json.loads(shape.read_text())
-    if blocks is not None:
-        content["num_hidden_layers"] = blocks
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "config.json").write_text(json.dumps(content))
+    shaped_folder(shape, {} if blocks is None else {"num_hidden_layers": blocks}, folder)
     if weights and not (folder / "model.safetensors.index.json").exists():
         # Drawn on a GPU: the values do not matter, and it takes seconds.
         device = "cuda" if torch.cuda.is_available() else "cpu"
@@ -486,12 +482,10 @@ class Sets:
         """
         for label, shape, args in rows:
             name = f"{preset}, {label}"
-            folder = self.folder / "shapes" / name.replace(" ", "-").replace(",", "")
-            if self.tiny:
-                source = shaped_folder(f"{preset.split('-')[0]}-tiny", {}, folder)
-            else:
-                source = shaped_folder(preset, shape, folder)
-            words = f"-m {source} --tokenizer-name gpt2-tiny --lr 1e-4 --log-freq 2 {args}"
+            folder = self.folder / "shapes" / file_name(name)
+            source = f"{preset.split('-')[0]}-tiny" if self.tiny else preset
+            shaped_folder(PRESETS / source / "config.json", {} if self.tiny else shape, folder)
+            words = f"-m {folder} --tokenizer-name gpt2-tiny --lr 1e-4 --log-freq 2 {args}"
             words += "" if self.tiny else " --compile"
             row = self.configure(name, MIXED, 1, words, 12, 4, preset=preset, shape=shape)
             row["wanted"] = 1

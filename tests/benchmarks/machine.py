@@ -51,6 +51,11 @@ def visible_gpus(first: int, number: int) -> str:
     return ",".join(chosen) if len(chosen) == number else said
 
 
+def file_name(label: str) -> str:
+    """Return the name of a row's file or folder."""
+    return label.replace(" ", "-").replace(",", "")
+
+
 def write_result(path: Path, results: object) -> None:
     """Write {"machine": ..., "results": ...} as JSON; prints where."""
     path.parent.mkdir(parents=True, exist_ok=True)

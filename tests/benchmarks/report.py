@@ -23,15 +23,18 @@ DTYPES = ("float32", "float16", "bfloat16")
 TABLES: dict[str, Callable[[], list[str]]] = {}
 
 
-def table(*sources: str) -> Callable:
-    """Register a table; it gets the content of its sources, which its page must link to."""
+def table(*sources: str, name: str | None = None) -> Callable:
+    """Register a table; it gets the content of its sources, which its page must link to.
+
+    name: in the pages, if it is not the function's.
+    """
 
     def register(rows: Callable) -> Callable:
         def read() -> list[str]:
             return rows(*(content(REPOSITORY / source) for source in sources))
 
         read.sources = sources
-        TABLES[rows.__name__] = read
+        TABLES[name or rows.__name__] = read
         return rows
 
     return register
@@ -654,12 +657,7 @@ def table_of(rows: Callable, measured: str, device: str) -> None:
     """Register rows under its own name and the device's, if the device has been measured."""
     source = result(f"{measured}_{device}")
     if (REPOSITORY / source).exists():
-
-        def named(found) -> list[str]:
-            return rows(found)
-
-        named.__name__ = f"{rows.__name__}_{device}"
-        table(source)(named)
+        table(source, name=f"{rows.__name__}_{device}")(rows)
 
 
 for device in ("cpu", "gpu"):
@@ -793,12 +791,8 @@ def fsdp_checkpoint(found) -> list[str]:
     return rows
 
 
-table(result("fsdp_checkpoint"))(fsdp_checkpoint)
-
-
-@table(result("gpt2_checkpoint"))
-def gpt2_checkpoint(found) -> list[str]:
-    return fsdp_checkpoint(found)
+for name in ("fsdp_checkpoint", "gpt2_checkpoint"):
+    table(result(name), name=name)(fsdp_checkpoint)
 
 
 @table(result("sharding_2"), result("sharding_4"))
@@ -844,16 +838,6 @@ def compression(found) -> list[str]:
         cells = f"{hook['bytes']:,} | {hook['error']:.1e} | {hook['loss']:.3f}"
         rows.append(f"| {name} | {cells} |")
     return rows
-
-
-@table(result("fsdp_precision"), result("predictions"))
-def fsdp_precision(found, predictions) -> list[str]:
-    return precision_rows(found, predictions["fsdp_precision"])
-
-
-@table(result("fsdp_precision_4"), result("predictions"))
-def fsdp_precision_4(found, predictions) -> list[str]:
-    return precision_rows(found, predictions["fsdp_precision_4"])
 
 
 def precision_rows(found, predictions, first: str = "precision") -> list[str]:
@@ -1168,34 +1152,26 @@ SPEED_SETS = ("gpt2_bf16", "gpt2_bf16_scaling", "gpt2_bf16_accumulation", "ddp_g
 SPEED_SETS += ("speed_cpu",)
 
 
-def speed_table(name: str) -> None:
-    def named(found) -> list[str]:
-        return speed_rows(found)
-
-    named.__name__ = name
-    table(result(name))(named)
-
-
 for name in SPEED_SETS:
     if (REPOSITORY / result(name)).exists():
-        speed_table(name)
+        table(result(name), name=name)(speed_rows)
 
 
-# And fsdp.py of these, with what memory.py predicts.
-GROWN_SETS = ("fsdp_length", "fsdp_length_llama", "fsdp_size")
+def predicted_table(name: str, first: str) -> None:
+    """Register what fsdp.py has measured, beside its predictions; first: of the first column."""
+
+    def rows(found, predictions) -> list[str]:
+        return precision_rows(found, predictions[name], first)
+
+    table(result(name), result("predictions"), name=name)(rows)
 
 
-def grown_table(name: str) -> None:
-    def named(found, predictions) -> list[str]:
-        return precision_rows(found, predictions[name], "model")
-
-    named.__name__ = name
-    table(result(name), result("predictions"))(named)
-
-
-for name in GROWN_SETS:
+# Tables named after their files, too.
+for name in ("fsdp_precision", "fsdp_precision_4"):
+    predicted_table(name, "precision")
+for name in ("fsdp_length", "fsdp_length_llama", "fsdp_size"):
     if (REPOSITORY / result(name)).exists():
-        grown_table(name)
+        predicted_table(name, "model")
 
 
 def main() -> None:

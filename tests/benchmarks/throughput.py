@@ -36,7 +36,7 @@ import time
 from pathlib import Path
 
 import torch
-from machine import visible_gpus, write_result
+from machine import file_name, visible_gpus, write_result
 
 REPOSITORY = Path(__file__).parents[2]
 BASELINE = "tests/benchmarks/baseline.py"
@@ -117,10 +117,6 @@ def command_of(configuration: dict, steps: int) -> list[str]:
     if chapter != BASELINE:  # which has neither
         words += ["--eval-freq", NEVER, "--ckpt-freq", NEVER]
     return words
-
-
-def file_name(label: str) -> str:
-    return label.replace(" ", "-").replace(",", "")
 
 
 def train(group: list[dict], steps: int, folder: Path) -> list[dict]:
@@ -218,12 +214,11 @@ def compare(rows: list[dict]) -> None:
             row["ratio"] = {"median": statistics.median(ratios), "rounds": ratios}
 
 
-def measure(groups: list[list[dict]], steps: int, warm_up: int) -> None:
-    """Run each group once and add to each row the values of its run (medians of log lines)."""
-    for group in groups:
-        with tempfile.TemporaryDirectory() as folder:
-            for row, found in zip(group, train(group, steps, Path(folder)), strict=True):
-                add(row, found, warm_up)
+def measure(group: list[dict], steps: int, warm_up: int) -> None:
+    """Run a group once and add to each row the values of its run (medians of log lines)."""
+    with tempfile.TemporaryDirectory() as folder:
+        for row, found in zip(group, train(group, steps, Path(folder)), strict=True):
+            add(row, found, warm_up)
 
 
 def main() -> None:
@@ -261,7 +256,7 @@ def main() -> None:
         if turn and (time.monotonic() - begun) * (turn + 1) / turn > args.seconds:
             break
         for group in groups:
-            measure([group], steps, warm_up)
+            measure(group, steps, warm_up)
             compare(rows)
             write_result(args.output, results)  # each time: what comes later may not end
     for row in rows:
