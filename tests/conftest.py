@@ -103,8 +103,12 @@ def read_metrics(run_dir: Path) -> list[dict]:
 
 @functools.cache
 def quick_commands() -> Path:
-    """Return the folder of the `python` and `torchrun` that need not import PyTorch, of warm.py."""
-    if sys.platform != "linux":
+    """Return the folder of the `python` and `torchrun` that need not import PyTorch, of warm.py.
+
+    Of the real ones where there are GPUs: what has asked CUDA for them, as torchao does when
+    transformers imports it, can fork nothing that uses them.
+    """
+    if sys.platform != "linux" or torch.cuda.is_available():
         return Path(sys.executable).parent
     stack = contextlib.ExitStack()
     atexit.register(stack.close)

@@ -7,10 +7,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
 from cluster import Cluster
 from conftest import quick, quick_commands, wait_for_file
 
-pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="needs Linux")
+pytestmark = [
+    pytest.mark.skipif(sys.platform != "linux", reason="needs Linux"),
+    pytest.mark.skipif(torch.cuda.is_available(), reason="only the real one can use a GPU"),
+]
 SCRIPT = """\
 import json, os, signal, sys
 folder, environment = os.getcwd(), {k: os.environ.get(k) for k in ("RANK", "NNODES")}
@@ -135,3 +139,8 @@ def test_torchrun_and_its_ranks_are_quick(start):
     ranks = [json.loads(line)[3]["RANK"] for line in out.splitlines()]
     assert sorted(ranks) == ["0", "1"] and err.count("True") == 2
     assert (quick_commands() / "torchrun").exists()
+
+
+def test_where_there_are_gpus_the_interpreter_is_the_real_one(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert quick_commands.__wrapped__() == Path(sys.executable).parent

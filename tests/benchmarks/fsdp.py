@@ -554,6 +554,11 @@ class Sets:
             for strategy, (_, words) in STRATEGIES.items()
             for n in (counts if words != OFFLOAD else counts[:1])
         ]
+        cells = [cell for cell in cells if fnmatch.fnmatchcase(cell.label, self.args.only)]
+        if self.args.append and self.args.output.exists():
+            searched = {cell.label for cell in cells}
+            done = json.loads(self.args.output.read_text())["results"]["rows"]
+            self.rows = [row for row in done if row["label"] not in searched]
         while searched := self.fitting(cells):
             for cell in searched:
                 cell.prepare()
@@ -692,7 +697,7 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=3600, help="begin no run after these")
     parser.add_argument("--memory", type=float, default=140.4, help="GiB that a GPU has")
     parser.add_argument("--host-memory", type=float, default=512, help="GiB that the host has")
-    parser.add_argument("--only", default="*", help="labels, as in 'tf32*'; not of gpt2, largest")
+    parser.add_argument("--only", default="*", help="labels, as in 'tf32*'; not of gpt2")
     parser.add_argument("--append", action="store_true", help="add to the runs of the output")
     parser.add_argument("--tiny", action="store_true", help="small models, to try this file")
     args = parser.parse_args()
