@@ -5,11 +5,13 @@ import sys
 from dataclasses import replace
 from xml.etree import ElementTree
 
+import matplotlib
 import pytest
 from conftest import ROOT, run_script
 from runner import load_script
 
 sys.path.append(str(ROOT / "tests/benchmarks"))
+import growth_chart
 import growth_check
 import report
 
@@ -245,3 +247,15 @@ def test_figure_is_drawn_from_the_file(tmp_path):
     growth_check.draw(inputs["bus"], inputs["works"], again)
     assert chart.read_text() == again.read_text()
     assert growth_check.FIGURE.exists()
+
+
+def test_the_figure_of_what_was_measured_is_of_todays_files(tmp_path, monkeypatch):
+    committed = (growth_check.FIGURE.parent / "growth_measured.svg").read_text()
+    if f"Matplotlib v{matplotlib.__version__}," not in committed:
+        pytest.skip("another matplotlib drew the figure")
+    chart = tmp_path / "chart.svg"
+    growth_chart.draw(chart)
+    assert chart.read_text() == committed
+    monkeypatch.setattr(growth_chart, "GPU_GIB", 80)
+    growth_chart.draw(chart)
+    assert chart.read_text() != committed

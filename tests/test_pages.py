@@ -171,6 +171,8 @@ def unknown_flags(page: Path, text: str) -> list[str]:
         # A script that is given another one runs it.
         flags = words[words.index(scripts[-1]) + 1 :]
         known = flags_of(scripts[-1])
+        if "--" in flags:  # what comes after it is for the chapter that the script runs
+            known = known | flags_of(f"{flags[flags.index('--chapter') + 1]}/train_llm.py")
         for flag in flags:
             if re.match(r"--?[a-z]", flag) and flag.split("=")[0] not in known:
                 complaints.append(f"{scripts[-1]} knows no {flag}: {command}")
@@ -315,6 +317,7 @@ ROT = {
     unknown_flags: [
         ("launch.sh -e three", "launch.sh --speed 3 -e three", "knows no --speed"),
         ("launch.sh -e dying`", "launch.sh --dying`", "knows no --dying"),
+        ("zero1.py", "overhead.py --chapter 02-ddp -- --zero1 --speed 3", "knows no --speed"),
     ],
     unknown_blocks: [
         ("```bash gpu", "```bash tpu", "unknown mark"),

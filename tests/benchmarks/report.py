@@ -734,22 +734,27 @@ def fsdp_gpt2(found) -> list[str]:
     return rows
 
 
-@table(result("fsdp_largest"), result("fsdp_largest_8"), result("predictions"))
-def fsdp_largest(found, on_8, predictions) -> list[str]:
+LARGEST = ("", "_8", "_ddp", "_full", "_offload")
+LARGEST = tuple(f"fsdp_largest{name}" for name in LARGEST)
+
+
+@table(*map(result, LARGEST), result("predictions"))
+def fsdp_largest(*found: dict) -> list[str]:
+    *searches, predictions = found
     rows = [
         "| strategy | GPUs | most blocks that trained | predicted | parameters, billions "
         "| peak, GiB |",
         "|---|---:|---:|---:|---:|---:|",
     ]
-    both = [*found["rows"], *on_8["rows"]]
-    for row in sorted(both, key=lambda row: (row["strategy"], row["gpus"])):
+    known = {label: each for name in LARGEST for label, each in predictions[name].items()}
+    tried = [row for search in searches for row in search["rows"]]
+    for row in sorted(tried, key=lambda row: (row["strategy"], row["gpus"])):
         failed = [t["blocks"] for t in row["tries"] if t.get("peak_mem_gib", 0) is None]
         if not row["blocks"]:
             cells = [row["gpus"], f"fewer than {min(failed)}", row["predicted"], "", ""]
             rows.append(f"| {row['strategy']} | {' | '.join(map(str, cells))} |")
             continue
-        file = "fsdp_largest_8" if row in on_8["rows"] else "fsdp_largest"
-        expected = predictions[file].get(row["label"], {})
+        expected = known.get(row["label"], {})
         billions = f"{expected['parameters'] / 1e9:.1f}" if expected else ""
         blocks = f"{row['blocks']}" if failed else f"{row['blocks']} or more"
         rows.append(
@@ -920,6 +925,34 @@ def comparison_gpu_2(found) -> list[str]:
     return comparison(found)
 
 
+@table(result("comparison_gpu_2_loss"))
+def comparison_gpu_2_loss(found) -> list[str]:
+    """Return how far a row's losses are from those in float32 on one device, seed by seed."""
+    seeds = [run["seed"] for run in found["rows"][0]["runs"]]
+    rows = [
+        "| strategy and precision | devices | first ten steps, at most "
+        f"| {' | '.join(f'last step, seed {seed}' for seed in seeds)} |",
+        "|---|---:|---:|" + "---:|" * len(seeds),
+    ]
+    losses = {
+        row_name(row): {run["seed"]: run["losses"] for run in row["runs"]} for row in found["rows"]
+    }
+    alone = losses["single fp32"]
+    for row in found["rows"]:
+        own = losses[row_name(row)]
+        first = max(
+            abs(ours - theirs)
+            for seed in seeds
+            for ours, theirs in zip(own[seed][:10], alone[seed][:10], strict=True)
+        )
+        last = (f"{own[seed][-1] - alone[seed][-1] + 0:+.4f}" for seed in seeds)
+        if row["strategy"] != "single":
+            rows.append(
+                f"| {row_name(row)} | {row['devices']} | {first:.1e} | {' | '.join(last)} |"
+            )
+    return rows
+
+
 @table(result("comparison_gpu"), result("comparison_gpu_largest"))
 def comparison_gpu_largest(found, larger) -> list[str]:
     """Return a row for each batch: that of all rows, and the largest that fits."""
@@ -1012,6 +1045,10 @@ def where_time_goes(found) -> list[str]:
 SPEED = {
     "profile_gpt2": "GPT-2, one model against another",
     "overhead_gpu": "chapter 1's step against a bare loop",
+    "overhead_fsdp_gpu": "chapter 4's step against a bare loop of its own",
+    "overhead_mixed_gpu": "chapter 5's step against a bare loop of its own",
+    "overhead_by_hand": "chapter 5's step against the loop by hand",
+    "overhead_not_resharded": "the same, not resharded",
     "comparison_gpu": "GPT-2 in each precision",
     "ddp_gpu": "GPT-2 with DDP on 1 to 8 GPUs, TF32",
     "buckets_gpu": "the all-reduce, alone and beside the backward pass",
@@ -1026,6 +1063,10 @@ SPEED = {
     "gpt2_bf16_accumulation": "the same on one GPU, with 4 micro-batches",
     "gpt2_checkpoint": "what a checkpoint of GPT-2 takes from the training",
     "comparison_gpu_2": "GPT-2, strategies and precisions on 2 GPUs",
+    "comparison_gpu_2_loss": "their losses",
+    "fsdp_length": "chapter 5, GPT-2 with sequences of 1k to 32k tokens",
+    "fsdp_length_llama": "the same with blocks of Llama 3.1 8B",
+    "fsdp_size": "chapter 5, GPT-2's four sizes",
 }
 
 
@@ -1044,6 +1085,30 @@ def blocks_compiled(found) -> list[str]:
         speed = found[variant]["tokens_per_s"]
         times = number(found[variant]["ms_per_step"], 1)
         rows.append(f"| {name} | {times} | {speed:,} | {speed / whole:.1%} |")
+    return rows
+
+
+PAIRS = {
+    "overhead_fsdp_gpu": "chapter 4, TF32, and the same model in a bare loop",
+    "overhead_mixed_gpu": "chapter 5, bf16, and the same model in a bare loop",
+    "overhead_by_hand": "chapter 5, bf16, and the model by hand",
+    "overhead_not_resharded": "the same with `--no-reshard-after-forward`",
+}
+
+
+@table(*map(result, PAIRS))
+def overhead_gpus(*found: dict) -> list[str]:
+    rows = [
+        "| chapter and bare loop | chapter, ms | bare loop, ms | ratio of pairs, median "
+        "| ratio of sums | pairs | waiting for data |",
+        "|---|---:|---:|---:|---:|---:|---:|",
+    ]
+    for what, each in zip(PAIRS.values(), found, strict=True):
+        low, median, high = each["ratio_quartiles"]
+        cells = [f"{each[f'{loop}_ms_per_step']:.1f}" for loop in ("chapter", "bare")]
+        cells += [f"{median:.3f} ({low:.3f} to {high:.3f})", f"{each['ratio_of_sums']:.3f}"]
+        cells += [str(each["pairs"]), f"{each['data_share']:.2%}"]
+        rows.append(f"| {what} | {' | '.join(cells)} |")
     return rows
 
 
@@ -1157,10 +1222,36 @@ for name in SPEED_SETS:
         table(result(name), name=name)(speed_rows)
 
 
+def causal_mfu(row: dict, parameters: int) -> float:
+    """Return the MFU of a row without the pairs of positions that attention leaves out, the half.
+
+    MFU counts 6 N + 12 L H Q T for a token, as flops_per_token in common/timers.py says.
+    """
+    preset = json.loads((REPOSITORY / f"common/presets/{row['preset']}/config.json").read_text())
+    config = {**preset, **row["shape"]}
+    names = (("n_layer", "num_hidden_layers"), ("n_embd", "hidden_size"))
+    layers, width = (config.get(one) or config[other] for one, other in names)
+    if not config["tie_word_embeddings"]:
+        parameters -= config["vocab_size"] * width
+    attention = 12 * layers * width * int(row["command"].split(" -s ")[1].split()[0])
+    left_out = attention / 2 / (6 * parameters + attention)
+    return measured_runs(row)[0]["mfu"] * (1 - left_out)
+
+
+def length_rows(found, predictions) -> list[str]:
+    """Return the rows of precision_rows with one more column."""
+    head, line, *rows = precision_rows(found, predictions, "model")
+    counted = (causal_mfu(row, predictions[row["label"]]["parameters"]) for row in found["rows"])
+    added = [f"{row} {mfu:.1%} |" for row, mfu in zip(rows, counted, strict=True)]
+    return [f"{head} MFU, half of the pairs |", f"{line}---:|", *added]
+
+
 def predicted_table(name: str, first: str) -> None:
     """Register what fsdp.py has measured, beside its predictions; first: of the first column."""
 
     def rows(found, predictions) -> list[str]:
+        if name.startswith("fsdp_length"):
+            return length_rows(found, predictions[name])
         return precision_rows(found, predictions[name], first)
 
     table(result(name), result("predictions"), name=name)(rows)
