@@ -249,6 +249,16 @@ def test_figure_is_drawn_from_the_file(tmp_path):
     assert growth_check.FIGURE.exists()
 
 
+def test_mfu_of_what_is_computed_leaves_out_pairs_and_positions():
+    """One block, 8 wide, 16 positions: 12 x 8 x 16 for attention, 6 x 8 x 16 looked up."""
+    row = {"preset": "gpt2", "command": "train_llm.py -s 16 -b 1", "runs": [None, {"mfu": 0.5}]}
+    row["shape"] = {"n_layer": 1, "n_embd": 8, "n_positions": 16}
+    assert report.causal_mfu(row, 1000) == pytest.approx(0.5 * (6000 - 768 + 768) / (6000 + 1536))
+    row |= {"preset": "llama-3.1-8b"}
+    row["shape"] = {"num_hidden_layers": 1, "hidden_size": 8, "vocab_size": 10}
+    assert report.causal_mfu(row, 1080) == pytest.approx(0.5 * (6000 + 768) / (6000 + 1536))
+
+
 def test_the_figure_of_what_was_measured_is_of_todays_files(tmp_path, monkeypatch):
     committed = (growth_check.FIGURE.parent / "growth_measured.svg").read_text()
     if f"Matplotlib v{matplotlib.__version__}," not in committed:

@@ -170,12 +170,15 @@ def unknown_flags(page: Path, text: str) -> list[str]:
             continue
         # A script that is given another one runs it.
         flags = words[words.index(scripts[-1]) + 1 :]
-        known = flags_of(scripts[-1])
+        parts = {scripts[-1]: flags}
         if "--" in flags:  # what comes after it is for the chapter that the script runs
-            known = known | flags_of(f"{flags[flags.index('--chapter') + 1]}/train_llm.py")
-        for flag in flags:
-            if re.match(r"--?[a-z]", flag) and flag.split("=")[0] not in known:
-                complaints.append(f"{scripts[-1]} knows no {flag}: {command}")
+            own, others = flags[: flags.index("--")], flags[flags.index("--") + 1 :]
+            chapter = own[own.index("--chapter") + 1] if "--chapter" in own else CHAPTERS[0]
+            parts = {scripts[-1]: own, f"{chapter}/train_llm.py": others}
+        for script, given in parts.items():
+            for flag in given:
+                if re.match(r"--?[a-z]", flag) and flag.split("=")[0] not in flags_of(script):
+                    complaints.append(f"{script} knows no {flag}: {command}")
     return complaints
 
 
@@ -317,7 +320,8 @@ ROT = {
     unknown_flags: [
         ("launch.sh -e three", "launch.sh --speed 3 -e three", "knows no --speed"),
         ("launch.sh -e dying`", "launch.sh --dying`", "knows no --dying"),
-        ("zero1.py", "overhead.py --chapter 02-ddp -- --zero1 --speed 3", "knows no --speed"),
+        ("zero1.py --", "overhead.py --pairs 1 -- --pairs 1 --", "train_llm.py knows no --pairs"),
+        ("zero1.py --", "overhead.py --zero1 -- -b 1 -- --", "overhead.py knows no --zero1"),
     ],
     unknown_blocks: [
         ("```bash gpu", "```bash tpu", "unknown mark"),

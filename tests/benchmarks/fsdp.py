@@ -555,15 +555,14 @@ class Sets:
             for n in (counts if words != OFFLOAD else counts[:1])
         ]
         cells = [cell for cell in cells if fnmatch.fnmatchcase(cell.label, self.args.only)]
+        assert cells, f"there is no search {self.args.only}"
         if self.args.append and self.args.output.exists():
-            searched = {cell.label for cell in cells}
-            done = json.loads(self.args.output.read_text())["results"]["rows"]
-            self.rows = [row for row in done if row["label"] not in searched]
+            self.rows = json.loads(self.args.output.read_text())["results"]["rows"]
         while searched := self.fitting(cells):
             for cell in searched:
                 cell.prepare()
-                if cell.row not in self.rows:
-                    self.rows.append(cell.row)
+                others = [row for row in self.rows if row["label"] != cell.label]
+                self.rows = [*others, cell.row]
             alone = searched[0].options == OFFLOAD  # fills the memory of the host, which is slow
             timeout = self.time_left() if alone else 100
             found = run([[cell.row] for cell in searched], self.folder / "runs", timeout)
@@ -697,7 +696,9 @@ def main() -> None:
     parser.add_argument("--seconds", type=float, default=3600, help="begin no run after these")
     parser.add_argument("--memory", type=float, default=140.4, help="GiB that a GPU has")
     parser.add_argument("--host-memory", type=float, default=512, help="GiB that the host has")
-    parser.add_argument("--only", default="*", help="labels, as in 'tf32*'; not of gpt2")
+    parser.add_argument(
+        "--only", default="*", help="labels, as in 'tf32*'; not of gpt2, *checkpoint"
+    )
     parser.add_argument("--append", action="store_true", help="add to the runs of the output")
     parser.add_argument("--tiny", action="store_true", help="small models, to try this file")
     args = parser.parse_args()

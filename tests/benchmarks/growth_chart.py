@@ -15,7 +15,7 @@ from pathlib import Path
 import matplotlib
 from growth_check import EIGHT, FIGURE, GPT2, growth, measured_bus, median_run, read
 from matplotlib.figure import Figure
-from report import measured_peak
+from report import causal_mfu, measured_peak, measured_runs
 
 GPU_GIB = 140.4
 TOKENS, GIB = "tokens_per_s_per_device", "peak_mem_gib"
@@ -24,7 +24,7 @@ TOKENS, GIB = "tokens_per_s_per_device", "peak_mem_gib"
 def runs_of(*files: str) -> list[tuple[dict, dict]]:
     """Return each row of the files that has runs, with their medians."""
     rows = [row for file in files for row in read(file)["rows"]]
-    return [(row, median_run(row)) for row in rows if row["runs"]]
+    return [(row, median_run(row)) for row in rows if "median" in row or measured_runs(row)]
 
 
 def by_gpus() -> dict[str, list[tuple[int, dict]]]:
@@ -40,19 +40,26 @@ def by_gpus() -> dict[str, list[tuple[int, dict]]]:
 
 def by_length() -> dict[str, list[tuple[int, dict]]]:
     files = {"GPT-2 124M": "fsdp_length", "4 blocks of Llama 3.1 8B": "fsdp_length_llama"}
-    return {
-        title: [(int(row["label"].split()[-2]), run) for row, run in runs_of(file)]
-        for title, file in files.items()
-    }
+    found = {title: [] for title in files}
+    for title, file in files.items():
+        known = read("predictions")[file]
+        for row, run in runs_of(file):
+            run["mfu"] = causal_mfu(row, known[row["label"]]["parameters"])
+            found[title].append((int(row["label"].split()[-2]), run))
+    return found
 
 
 def by_size() -> dict[str, list[tuple[int, dict]]]:
-    sizes = {name: each["parameters"] for name, each in read("predictions")["fsdp_size"].items()}
-    return {"GPT-2, recomputing": [(sizes[row["label"]], run) for row, run in runs_of("fsdp_size")]}
+    points = [(known_sizes()[row["label"]]["parameters"], run) for row, run in runs_of("fsdp_size")]
+    return {"GPT-2, recomputing": points}
+
+
+def known_sizes() -> dict[str, dict]:
+    return read("predictions")["fsdp_size"]
 
 
 def largest() -> tuple[int, float]:
-    """Return parameters and GiB of the most blocks of Llama 3.1 8B that one GPU has trained."""
+    """Return parameters and GiB of the most blocks of Llama that one GPU trained, not offloaded."""
     known = read("predictions")["fsdp_largest_full"]
     ((row, peak),) = [(row, measured_peak(row)) for row in read("fsdp_largest_full")["rows"]]
     return known[row["label"]]["parameters"], peak
@@ -95,9 +102,11 @@ def draw(path: Path) -> None:
     axes[0, 0].set(ylabel="tokens/s of a GPU")
     axes[1, 0].set(ylabel="GiB of a GPU")
     parameters, peak = largest()
-    axes[1, 2].plot(parameters, peak, "x", color="C1", label="blocks of Llama: the most that fit")
+    axes[1, 2].plot(
+        parameters, peak, "x", color="C1", label="blocks of Llama: the most that fit, TF32"
+    )
     axes[1, 2].legend(loc="center left", bbox_to_anchor=(0, 0.75), fontsize="small")
-    sizes = {n: f"{n / 1e9:.2g}B" for points in by_size().values() for n, _ in points}
+    sizes = {each["parameters"]: name.split(", ")[1] for name, each in known_sizes().items()}
     sizes[parameters] = f"{parameters / 1e9:.1f}B"
     lengths = {1024 * n: f"{n}k" for n in (1, 2, 4, 8, 16, 32)}
     for above, ticks in zip(axes[0], ({n: n for n in (1, 2, 4, 8)}, lengths, sizes), strict=True):

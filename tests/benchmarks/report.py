@@ -734,8 +734,7 @@ def fsdp_gpt2(found) -> list[str]:
     return rows
 
 
-LARGEST = ("", "_8", "_ddp", "_full", "_offload")
-LARGEST = tuple(f"fsdp_largest{name}" for name in LARGEST)
+LARGEST = tuple(f"fsdp_largest{name}" for name in ("", "_8", "_ddp", "_full", "_offload"))
 
 
 @table(*map(result, LARGEST), result("predictions"))
@@ -746,15 +745,17 @@ def fsdp_largest(*found: dict) -> list[str]:
         "| peak, GiB |",
         "|---|---:|---:|---:|---:|---:|",
     ]
-    known = {label: each for name in LARGEST for label, each in predictions[name].items()}
-    tried = [row for search in searches for row in search["rows"]]
-    for row in sorted(tried, key=lambda row: (row["strategy"], row["gpus"])):
+    tried = [
+        (row, predictions[name].get(row["label"]))
+        for name, search in zip(LARGEST, searches, strict=True)
+        for row in search["rows"]
+    ]
+    for row, expected in sorted(tried, key=lambda each: (each[0]["strategy"], each[0]["gpus"])):
         failed = [t["blocks"] for t in row["tries"] if t.get("peak_mem_gib", 0) is None]
         if not row["blocks"]:
             cells = [row["gpus"], f"fewer than {min(failed)}", row["predicted"], "", ""]
             rows.append(f"| {row['strategy']} | {' | '.join(map(str, cells))} |")
             continue
-        expected = known.get(row["label"], {})
         billions = f"{expected['parameters'] / 1e9:.1f}" if expected else ""
         blocks = f"{row['blocks']}" if failed else f"{row['blocks']} or more"
         rows.append(
@@ -930,7 +931,7 @@ def comparison_gpu_2_loss(found) -> list[str]:
     """Return how far a row's losses are from those in float32 on one device, seed by seed."""
     seeds = [run["seed"] for run in found["rows"][0]["runs"]]
     rows = [
-        "| strategy and precision | devices | first ten steps, at most "
+        "| strategy and precision | devices | farthest in the first nine steps "
         f"| {' | '.join(f'last step, seed {seed}' for seed in seeds)} |",
         "|---|---:|---:|" + "---:|" * len(seeds),
     ]
@@ -943,7 +944,7 @@ def comparison_gpu_2_loss(found) -> list[str]:
         first = max(
             abs(ours - theirs)
             for seed in seeds
-            for ours, theirs in zip(own[seed][:10], alone[seed][:10], strict=True)
+            for ours, theirs in zip(own[seed][:9], alone[seed][:9], strict=True)
         )
         last = (f"{own[seed][-1] - alone[seed][-1] + 0:+.4f}" for seed in seeds)
         if row["strategy"] != "single":
@@ -1048,7 +1049,7 @@ SPEED = {
     "overhead_fsdp_gpu": "chapter 4's step against a bare loop of its own",
     "overhead_mixed_gpu": "chapter 5's step against a bare loop of its own",
     "overhead_by_hand": "chapter 5's step against the loop by hand",
-    "overhead_not_resharded": "the same, not resharded",
+    "overhead_not_resharded": "chapter 5, not resharded, against the loop by hand",
     "comparison_gpu": "GPT-2 in each precision",
     "ddp_gpu": "GPT-2 with DDP on 1 to 8 GPUs, TF32",
     "buckets_gpu": "the all-reduce, alone and beside the backward pass",
@@ -1063,9 +1064,9 @@ SPEED = {
     "gpt2_bf16_accumulation": "the same on one GPU, with 4 micro-batches",
     "gpt2_checkpoint": "what a checkpoint of GPT-2 takes from the training",
     "comparison_gpu_2": "GPT-2, strategies and precisions on 2 GPUs",
-    "comparison_gpu_2_loss": "their losses",
+    "comparison_gpu_2_loss": "GPT-2, losses of strategies and precisions on 2 GPUs",
     "fsdp_length": "chapter 5, GPT-2 with sequences of 1k to 32k tokens",
-    "fsdp_length_llama": "the same with blocks of Llama 3.1 8B",
+    "fsdp_length_llama": "chapter 5, four blocks of Llama 3.1 8B with such sequences",
     "fsdp_size": "chapter 5, GPT-2's four sizes",
 }
 
@@ -1223,9 +1224,11 @@ for name in SPEED_SETS:
 
 
 def causal_mfu(row: dict, parameters: int) -> float:
-    """Return the MFU of a row without the pairs of positions that attention leaves out, the half.
+    """Return the median MFU of a row, less what is counted and not computed.
 
-    MFU counts 6 N + 12 L H Q T for a token, as flops_per_token in common/timers.py says.
+    MFU counts 6 N + 12 L H Q T for a token, as flops_per_token in common/timers.py says. Of the
+    second term attention leaves out half, the pairs with a later position, and a table of
+    positions, one of the N, is only looked up.
     """
     preset = json.loads((REPOSITORY / f"common/presets/{row['preset']}/config.json").read_text())
     config = {**preset, **row["shape"]}
@@ -1234,16 +1237,18 @@ def causal_mfu(row: dict, parameters: int) -> float:
     if not config["tie_word_embeddings"]:
         parameters -= config["vocab_size"] * width
     attention = 12 * layers * width * int(row["command"].split(" -s ")[1].split()[0])
-    left_out = attention / 2 / (6 * parameters + attention)
-    return measured_runs(row)[0]["mfu"] * (1 - left_out)
+    table = config.get("n_positions", 0) * width
+    left_out = (6 * table + attention / 2) / (6 * parameters + attention)
+    return statistics.median(run["mfu"] for run in measured_runs(row)) * (1 - left_out)
 
 
 def length_rows(found, predictions) -> list[str]:
     """Return the rows of precision_rows with one more column."""
-    head, line, *rows = precision_rows(found, predictions, "model")
-    counted = (causal_mfu(row, predictions[row["label"]]["parameters"]) for row in found["rows"])
+    measured = [row for row in found["rows"] if measured_runs(row)]
+    head, line, *rows = precision_rows({"rows": measured}, predictions, "model")
+    counted = (causal_mfu(row, predictions[row["label"]]["parameters"]) for row in measured)
     added = [f"{row} {mfu:.1%} |" for row, mfu in zip(rows, counted, strict=True)]
-    return [f"{head} MFU, half of the pairs |", f"{line}---:|", *added]
+    return [f"{head} MFU of what is computed |", f"{line}---:|", *added]
 
 
 def predicted_table(name: str, first: str) -> None:
