@@ -177,20 +177,47 @@ class Empty:
 
 
 def note_saves(script, path: str) -> None:
-    """Write how long each call holds the training up; the save of the last step is left out."""
+    """Write how long each call holds the training up; the save of the last step is left out.
 
-    def timed(name: str, function):
+    And within one, how long its parts take: those in which it waits for the disk, removes the
+    checkpoint before, gives bytes to the system and sums them, and Python's own, which looks for
+    garbage when many objects are made.
+    """
+
+    from common import async_checkpoint, commit
+    from common.writer import _SummingStream
+
+    def note(name: str, start: float, seconds: float) -> None:
+        with Path(path).open("a") as file:
+            file.write(json.dumps({"what": name, "seconds": seconds, "at": start}) + "\n")
+
+    def timed(name: str, function, part: bool = False):
         def call(*args: object) -> object:
-            if torch.cuda.is_available():
+            if torch.cuda.is_available() and not part:
                 torch.cuda.synchronize()
-            start = time.perf_counter()
+            start, before = time.perf_counter(), written[0]
             found = function(*args)
-            with Path(path).open("a") as file:
-                seconds = time.perf_counter() - start
-                file.write(json.dumps({"what": name, "seconds": seconds, "at": start}) + "\n")
+            note(name, start, time.perf_counter() - start)
+            if name == "save" and written[0] > before:
+                note("sums and file cache", start, written[0] - before)
             return found
 
         return call
+
+    written, begun = [0.0], [0.0]  # seconds of all writes, and when the last collection began
+
+    def write(stream, data: object, function=_SummingStream.write) -> int:
+        start = time.perf_counter()
+        count = function(stream, data)
+        written[0] += time.perf_counter() - start
+        return count
+
+    def collected(phase: str, _: dict) -> None:
+        now = time.perf_counter()
+        if phase == "start":
+            begun[0] = now
+        elif now - begun[0] > 0.01:
+            note("garbage", begun[0], now - begun[0])
 
     def not_last(save):
         def call(run_dir, model, optimizer, lr_scheduler, state, training, keep) -> None:
@@ -209,11 +236,13 @@ def note_saves(script, path: str) -> None:
         def __call__(self, *args: object) -> None:
             self._save(*args)
 
-    from common import async_checkpoint
-
     async_checkpoint.write_content = timed("write", async_checkpoint.write_content)
     script.AsyncCheckpoints = Noting
     script.save_checkpoint = not_last(timed("save", script.save_checkpoint))
+    _SummingStream.write = write
+    os.fsync = timed("disk", os.fsync, part=True)
+    commit._remove_all_but = timed("removal", commit._remove_all_but, part=True)
+    gc.callbacks.append(collected)
 
 
 def start(series: list[dict], first: int, folder: Path) -> list:
@@ -629,13 +658,13 @@ class Sets:
         args = "-m gpt2-tiny -b 4 --global-batch-size 4"
         if not self.tiny:
             args = "-m gpt2 -s 1024 -b 64 --global-batch-size 64 --compile --lr 3e-4"
-        self.saves(MIXED, 1, args)
+        self.saves(MIXED, 1, args, steps=40)
 
-    def saves(self, chapter: str, gpus: int, args: str) -> None:
-        """Train 20 steps with a checkpoint after 10, written beside the training or not."""
+    def saves(self, chapter: str, gpus: int, args: str, steps: int = 20) -> None:
+        """Train with a checkpoint after every 10 steps, written beside the training or not."""
         args += " --log-freq 1 --keep-checkpoints 1 --ckpt-freq 10"
         for label, more in (("async", " --async-checkpoint"), ("sync", "")):
-            row = self.configure(label, chapter, gpus, args + more, 20, 3, purpose="saves")
+            row = self.configure(label, chapter, gpus, args + more, steps, 3, purpose="saves")
             self.rows.append(row)
             self.once(row)
 
