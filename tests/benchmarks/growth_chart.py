@@ -12,8 +12,7 @@ memory     what the GPU has
 import argparse
 from pathlib import Path
 
-import matplotlib
-from growth_check import EIGHT, FIGURE, GPT2, growth, measured_bus, median_run, read
+from growth_check import EIGHT, FIGURE, GPT2, growth, measured_bus, median_run, read, save
 from matplotlib.figure import Figure
 from report import causal_mfu, measured_peak, measured_runs
 
@@ -112,8 +111,7 @@ def draw(path: Path) -> None:
     for above, ticks in zip(axes[0], ({n: n for n in (1, 2, 4, 8)}, lengths, sizes), strict=True):
         above.set_xticks(list(ticks), ticks.values())
         above.minorticks_off()
-    with matplotlib.rc_context({"svg.hashsalt": "growth"}):  # the same file each time
-        figure.savefig(path, metadata={"Date": None})
+    save(figure, path)
 
 
 def main() -> None:

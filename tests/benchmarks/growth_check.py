@@ -305,7 +305,12 @@ def draw(bus: float, inputs: dict, path: Path) -> None:
         axes.set(title=f"{title}, {work.tokens:,} tokens per GPU", xlabel="GPUs", ylim=(0, 1.05))
     axes.figure.axes[0].set_ylabel("share of a step that is forward and backward")
     axes.figure.axes[0].legend(loc="lower left")  # where no line is
-    with matplotlib.rc_context({"svg.hashsalt": "growth"}):  # the same file each time
+    save(figure, path)
+
+
+def save(figure: Figure, path: Path) -> None:
+    """Write a figure, the same file each time."""
+    with matplotlib.rc_context({"svg.hashsalt": "growth"}):
         figure.savefig(path, metadata={"Date": None})
 
 
