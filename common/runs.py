@@ -125,9 +125,11 @@ def reading(checkpoint: Path) -> Iterator[None]:
             warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
             yield
     except CheckpointException as error:  # holds what was raised, Ctrl-C as well
+        # Of a file of metadata that is gone PyTorch reports an AssertionError, not the OSError.
+        reason = cause_of(error) if explained(exists)(checkpoint / ".metadata") else "it is gone"
         raise InputError(
-            f"The checkpoint {checkpoint} cannot be read ({cause_of(error)}): if the run went on "
-            "and deleted it, start this once more."
+            f"The checkpoint {checkpoint} cannot be read ({reason}): if the run went on and "
+            "deleted it, start this once more."
         ) from error
 
 

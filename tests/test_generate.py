@@ -301,6 +301,28 @@ def test_a_checkpoint_that_goes_while_it_is_read(generate, tmp_path, monkeypatch
     assert "step-00000005/.metadata is damaged" in refuse_here(generate, run, "-p", "def")
 
 
+@pytest.mark.parametrize("lost", [None, ".metadata", "__0_0.distcp"])
+def test_a_checkpoint_that_goes_behind_the_check(lost, generate, tmp_path, monkeypatch):
+    """PyTorch misses a file that was there when the files were checked."""
+    run, check = tmp_path / "run", runs.check_files
+    save_run(run, "gpt2-tiny", random_model("gpt2-tiny"), 3)
+
+    def go_on(kept: runs.Kept) -> None:
+        check(kept)
+        if kept.step == 3:
+            save_run(run, "gpt2-tiny", other_model("gpt2-tiny"), 5)
+            shutil.rmtree(kept.path)
+        elif lost:
+            (kept.path / lost).unlink()
+
+    monkeypatch.setattr(runs, "check_files", go_on)
+    if lost:
+        said = refuse_here(generate, run, "-p", "def")
+        assert "step-00000005 cannot be read (" in said and said.endswith("start this once more.")
+    else:
+        assert generate(run, "-p", "def").err.startswith("step 5 of ")
+
+
 def refuse_here(generate, *args: object) -> str:
     with pytest.raises(runs.InputError) as error:
         generate(*args)
