@@ -505,6 +505,7 @@ def slow_rank(lab: Lab, fixed: bool) -> None:
 UNEVEN = '''"""An epoch in which rank 1 has a batch more than rank 0: SECONDS."""
 
 import datetime
+import gc
 import sys
 
 import torch
@@ -521,6 +522,10 @@ for step, batch in enumerate(batches):
     print(f"rank {rank}: step {step + 1} of {len(batches)}", flush=True)
 dist.barrier()
 print(f"rank {rank}: the epoch is over", flush=True)
+# DDP holds the group and stands in a cycle. Were it the last to hold it, the group would go with
+# Python's global lock held, and wait for a thread of gloo that may be waiting for that lock.
+del ddp_model
+gc.collect()
 dist.destroy_process_group()
 '''
 NAMED = """\
