@@ -204,8 +204,11 @@ def lab(cluster, tmp_path_factory) -> Lab:
 
 
 @pytest.fixture(autouse=True)
-def no_job_left(cluster):
-    """A job of a test that failed does not go on beside the next ones."""
+def nothing_left(cluster):
+    """A test that failed leaves the next ones no node that is drained, and no job beside them."""
+    for node in NODES:
+        if "drain" in cluster.node_state(node):
+            cluster.shell("scontrol", "update", f"nodename={node}", "state=resume")
     yield
     cluster.shell("scancel", "--user=root")
 
