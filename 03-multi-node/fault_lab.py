@@ -522,8 +522,8 @@ for step, batch in enumerate(batches):
     print(f"rank {rank}: step {step + 1} of {len(batches)}", flush=True)
 dist.barrier()
 print(f"rank {rank}: the epoch is over", flush=True)
-# DDP holds the group and stands in a cycle. Were it the last to hold it, the group would go with
-# Python's global lock held, and wait for a thread of gloo that may be waiting for that lock.
+# DDP holds the group, and garbage from its constructor, a cycle, holds DDP. Who is the last to hold
+# the group takes it down, here with Python's global lock, for which gloo's thread may be waiting.
 del ddp_model
 gc.collect()
 dist.destroy_process_group()
