@@ -96,6 +96,7 @@ def test_lost_node_is_noticed_and_serves_again_when_it_is_back(cluster, tmp_path
     script = write_job(
         tmp_path / "job.sh",
         'echo "$(hostname) ${SLURM_RESTART_COUNT:-0}" >>starts\n'
+        "echo $PPID >>slurmstepds\n"
         '[[ -n "$SLURM_RESTART_COUNT" ]] || sleep 600\n',
     )
     job = cluster.sbatch("-w", "node2", "--chdir", tmp_path, script)
@@ -111,10 +112,11 @@ def test_lost_node_is_noticed_and_serves_again_when_it_is_back(cluster, tmp_path
         # The node still runs the first start and ends it when it is back. Slurm sets a node that
         # gets the second start before that to drain ("Duplicate jobid"), and never uses it again.
         cluster.shell("scontrol", "hold", job)
+        first = Path("/proc", (tmp_path / "slurmstepds").read_text().split()[0])
+        assert (first / "comm").read_text() == "slurmstepd\n"
     finally:
         cluster.mend("node2")
     cluster.until(lambda: cluster.node_state("node2") == "idle", "node2 is back", 60)
-    first = Path(f"/run/{cluster.name}-cluster/spool/node2/job{int(job):05}")
     cluster.until(lambda: not first.exists(), "node2 has ended the first start")
     cluster.shell("scontrol", "release", job)
     cluster.wait(job, "COMPLETED")
