@@ -231,7 +231,7 @@ reachable() { timeout 1 bash -c ": </dev/tcp/$1/22" 2>/dev/null; }
 wait_for_nodes() {
     local deadline=$((SECONDS + 30)) k=1 pid
     while ((k <= NODES)); do
-        if [[ "$(sinfo -h -n "node$k" -p main -o %T 2>/dev/null)" == idle ]] &&
+        if sinfo -h -n "node$k" -p main -o %T 2>/dev/null | grep -x idle >/dev/null &&
             reachable "$NETWORK.$k"; then
             k=$((k + 1))
             continue
@@ -260,6 +260,9 @@ up() {
     ! is_up || refuse "A cluster is up already. To end it: bash 03-multi-node/local_cluster.sh down"
     [[ ! -e "$DIR/$MARK" ]] || clean_up # what a crash has left
     check_free
+    # Once daemons start there is no more "$( )": bash can fail to read a trap's command within one.
+    local k sshd
+    sshd=$(command -v sshd)
     trap '(($? == 0)) || undo' EXIT
     trap 'exit 130' INT
     trap 'exit 143' TERM HUP
@@ -271,10 +274,9 @@ up() {
     start controller munged --foreground --key-file="$DIR/munge.key" --socket="$DIR/munge.socket" \
         --seed-file="$DIR/munge.seed" --pid-file="$DIR/munge.pid"
     start controller slurmctld -D
-    local k
     for ((k = 1; k <= NODES; k++)); do
         start "node$k" slurmd -D -N "node$k"
-        start "node$k" "$(command -v sshd)" -D -e -f "$DIR/sshd_config"
+        start "node$k" "$sshd" -D -e -f "$DIR/sshd_config"
     done
     wait_for_nodes
     cat <<END
