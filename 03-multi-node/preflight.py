@@ -745,9 +745,11 @@ def main() -> None:
     meeting.say(describe_end(faults, meeting.nodes, clocks, figures))
     meeting.leave()
     status = 1 if faults else 0
-    if meeting.rank == 0 and meeting.status(status) != status:
+    if meeting.rank:
+        status = meeting.status(status)
+    elif meeting.status(status) != status:
         time.sleep(2)  # or srun ends a rank that has left, not ended, and reports that instead
-    os._exit(meeting.status(status) if meeting.rank else status)  # no rank is in a collective
+    os._exit(status)  # no rank is in a collective
 
 
 if __name__ == "__main__":
