@@ -332,7 +332,7 @@ def train(run: argparse.Namespace, rank: int, device: torch.device) -> dict[str,
         "losses": [round(loss, 7) if math.isfinite(loss) else None for loss in losses.tolist()],
         "tokens_per_s": [round(each["tokens_per_s"], 1) for each in windows],
         "ms": {key: round(medians[f"time/{key}"], 3) for key in (*PHASES, "total")},
-        "mfu": round(medians["mfu"], 4) or None,
+        "mfu": None if counted[0]["mfu"] is None else round(medians["mfu"], 4),
         "peak_mem_gib": max(gather({rank: max(peaks)}).values()) if peaks else None,
     }
 
@@ -594,8 +594,8 @@ def summarize(runs: list[dict], reference: dict[int, float]) -> dict[str, object
                 "tokens_per_s": round(statistics.median(speeds), 1),
                 "rounds": [round(speed, 1) for speed in speeds],
                 "ms": {key: round(value, 3) for key, value in ms.items()},
-                "mfu": own[0]["mfu"] and statistics.median(run["mfu"] for run in own),
-                "peak_mem_gib": own[0]["peak_mem_gib"] and max(r["peak_mem_gib"] for r in own),
+                "mfu": on_gpu(statistics.median, own, "mfu"),
+                "peak_mem_gib": on_gpu(max, own, "peak_mem_gib"),
             }
     ends = last_losses(runs)
     if ends and None not in ends.values():
@@ -604,6 +604,12 @@ def summarize(runs: list[dict], reference: dict[int, float]) -> dict[str, object
         summary["final_loss"] = {"mean": statistics.mean(ends.values()), "by_seed": ends}
         summary["minus_fp32_on_one_device"] = differences
     return summary
+
+
+def on_gpu(function: Callable, runs: list[dict], key: str) -> float | None:
+    """Return a function's value for what the runs have of this, or None where there is no GPU."""
+    values = [run[key] for run in runs]
+    return None if None in values else function(values)
 
 
 def last_losses(runs: list[dict]) -> dict[int, float | None]:

@@ -11,6 +11,10 @@ import inspect
 import os
 from pathlib import Path
 
+# What NCCL sends, the counters do not see. Before anything asks for GPUs, as some packages do when
+# they are imported: PowerSGD waits for them where PyTorch has found any.
+os.environ["CUDA_VISIBLE_DEVICES"] = ""
+
 import torch
 import torch.distributed as dist
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
@@ -102,7 +106,6 @@ def main() -> None:
     parser = cli.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--steps", default=STEPS, type=cli.at_least(WHOLE + 2), help="of each hook")
     args = parser.parse_args()
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # what NCCL sends, the counters do not see
     launch.complete_environment()
     dist.init_process_group("gloo")
     results = measure(args.steps)

@@ -224,6 +224,19 @@ def test_rows_are_added_to_a_result(comparisons, capsys):
     assert len(content["results"]["added_by"]) == 2 and content["results"]["seconds"] > 0
 
 
+def test_the_smallest_share_of_a_gpu_is_a_number(comparisons):
+    """The default model fills so little of a fast GPU that four decimals are all 0."""
+    timers = "from common.timers import PhaseTimers, flops_per_token\n"
+    fast = f"from common import timers\n{timers}timers.peak_flops = lambda device: 1e18\n"
+    rows = comparisons.run(
+        *("--only", "single:fp32", "--seeds", 0, 1, "--parts", "speed"),
+        *("-b", 1, "--global-batch-size", 1, "--speed-steps", 10),
+        replaced=[(timers, fast)],
+    )
+    row = rows["single:fp32"]
+    assert [run["mfu"] for run in row["runs"]] == [0, 0] and row["summary"]["speed"]["mfu"] == 0
+
+
 @pytest.mark.parametrize("room", [1, 7, 8, 9, 23, 64, 100, 0])
 def test_the_largest_batch_that_fits_is_found(comparisons, room):
     tried = []

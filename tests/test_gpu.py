@@ -1,6 +1,7 @@
 """What only a GPU can show. Each test says so in the skip line where there is none."""
 
 import importlib.util
+import json
 import os
 import signal
 import socket
@@ -15,10 +16,14 @@ from conftest import CHAPTERS, ROOT, TORCHRUN, free_port, read_metrics, run_scri
 from runner import Series
 from test_fsdp import OPTIONS
 from test_parity import Ladder, Run, plant, selected_runs
-from test_resume_ranks import children
+from test_resume import assert_same_tensors
+from test_resume_ranks import children, tensors
+from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._pytree import tree_map
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from common import async_checkpoint
 from common.attention import causal_attention
 from common.launch import ALONE
 from common.precision import FP8_CAPABILITY
@@ -117,6 +122,34 @@ def test_compiled_model_resumes_on_a_gpu(train, tmp_path, dtype):
         assert [m[key] for m in resumed] == pytest.approx([m[key] for m in straight], rel=rel)
 
 
+@pytest.mark.gpu
+def test_asynchronous_checkpoints_are_of_their_step(train, tmp_path, monkeypatch):
+    """Each of several is what the GPU held when it was asked for, though the training went on."""
+    collect, held = async_checkpoint.collect_content, {}
+
+    def to_host(value: object) -> object:
+        if isinstance(value, torch.Tensor):
+            value = value.full_tensor() if isinstance(value, DTensor) else value
+            return value.cpu().clone()
+        return value
+
+    def note(*args: object) -> dict:
+        content = collect(*args)
+        held[content["state"]["step"]] = tree_map(to_host, content)
+        return content
+
+    monkeypatch.setattr(async_checkpoint, "collect_content", note)
+    for name, value in ALONE.items():
+        monkeypatch.setenv(name, value)
+    saves = ("--max-steps", 20, "--ckpt-freq", 5, "--keep-checkpoints", 9, "--async-checkpoint")
+    train(*saves, name="run", chapter="04-fsdp")
+    assert sorted(held) == [5, 10, 15, 20]
+    for step, expected in held.items():
+        assert_same_tensors(expected, tensors(tmp_path / "run", step))
+    with pytest.raises(AssertionError):
+        assert_same_tensors(held[5], tensors(tmp_path / "run", 10))
+
+
 def losses_of(tmp_path, name: str, *command: object) -> list[dict]:
     args = ("--max-steps", 20, "--log-freq", 1, "--eval-freq", 10)
     done = run_script(*command, "--save-dir", tmp_path, "-e", name, *args)
@@ -146,6 +179,29 @@ def test_one_rank_is_chapter_1(tmp_path):
     assert [line["loss"] for line in rank] == pytest.approx(
         [line["loss"] for line in alone], rel=1e-5
     )
+
+
+@pytest.mark.gpu
+def test_compressed_gradients_do_without_the_gpus():
+    """PowerSGD waits for GPUs where PyTorch has found any: here gradients are on the CPU."""
+    done = run_script(*TORCHRUN, 2, "05-mixed-precision/compression.py", "--steps", 12)
+    assert done.returncode == 0, done.stderr
+    assert "PowerSGD, rank 16" in done.stdout
+
+
+@pytest.mark.gpu
+def test_comparison_of_a_model_that_is_small_for_a_gpu(tmp_path):
+    """As chapter 5 starts it, on one GPU: its MFU is 0.0%, which is not none at all."""
+    result = tmp_path / "result.json"
+    done = run_script(
+        *("05-mixed-precision/compare.py", "--only", "single:*", "--seeds", 0, 1),
+        *("--parts", "speed", "--output", result),
+    )
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(result.read_text())["results"]["rows"]
+    measured = [row for row in rows if not row["left_out"]]
+    assert len(measured) >= 5
+    assert all(row["summary"]["speed"]["mfu"] is not None for row in measured)
 
 
 @pytest.mark.gpu
