@@ -192,11 +192,11 @@ def note_saves(script, path: str) -> None:
             file.write(json.dumps({"what": name, "seconds": seconds, "at": start}) + "\n")
 
     def timed(name: str, function, part: bool = False):
-        def call(*args: object) -> object:
+        def call(*args: object, **options: object) -> object:
             if torch.cuda.is_available() and not part:
                 torch.cuda.synchronize()
             start, before = time.perf_counter(), written[0]
-            found = function(*args)
+            found = function(*args, **options)
             note(name, start, time.perf_counter() - start)
             if name == "save" and written[0] > before:
                 note("sums and file cache", start, written[0] - before)

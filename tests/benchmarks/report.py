@@ -801,6 +801,31 @@ for name in ("fsdp_checkpoint", "gpt2_checkpoint"):
     table(result(name), name=name)(fsdp_checkpoint)
 
 
+PARTS = {
+    "sums and file cache": "sums, and into the file cache",
+    "disk": "waiting for the disk",
+    "removal": "removing the one before",
+    "garbage": "looking for garbage",
+}
+
+
+@table(result("gpt2_checkpoint_parts"))
+def gpt2_checkpoint_parts(found) -> list[str]:
+    """Return a row for each synchronous save, with the seconds of its parts."""
+    rows = [f"| save | takes, s | {' | '.join(PARTS.values())} | the rest |"]
+    rows.append("|---:|" + "---:|" * (len(PARTS) + 2))
+    (calls,) = (measured_runs(row)[0]["saves"] for row in found["rows"] if measured_runs(row))
+    for n, save in enumerate((call for call in calls if call["what"] == "save"), start=1):
+        begin, end = save["at"], save["at"] + save["seconds"]
+        seconds = dict.fromkeys(PARTS, 0.0)
+        for call in calls:
+            if call["what"] in PARTS and begin <= call["at"] < end:
+                seconds[call["what"]] += call["seconds"]
+        times = [save["seconds"], *seconds.values(), save["seconds"] - sum(seconds.values())]
+        rows.append(f"| {n} | {' | '.join(f'{time:.2f}' for time in times)} |")
+    return rows
+
+
 @table(result("sharding_2"), result("sharding_4"))
 def fsdp_sharded_cpu(two, four) -> list[str]:
     rows = [
@@ -1063,6 +1088,7 @@ SPEED = {
     "gpt2_bf16_scaling": "chapter 5 and a bare loop on 1 and 2 GPUs",
     "gpt2_bf16_accumulation": "the same on one GPU, with 4 micro-batches",
     "gpt2_checkpoint": "what a checkpoint of GPT-2 takes from the training",
+    "gpt2_checkpoint_parts": "the parts of a synchronous one",
     "comparison_gpu_2": "GPT-2, strategies and precisions on 2 GPUs",
     "comparison_gpu_2_loss": "GPT-2, losses of strategies and precisions on 2 GPUs",
     "fsdp_length": "chapter 5, GPT-2 with sequences of 1k to 32k tokens",
