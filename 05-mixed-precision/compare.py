@@ -31,6 +31,7 @@ import runpy
 import signal
 import statistics
 import time
+import warnings
 from collections.abc import Callable
 from multiprocessing.connection import Connection, wait
 from pathlib import Path
@@ -219,6 +220,7 @@ def train(run: argparse.Namespace, rank: int, device: torch.device) -> dict[str,
 
     # --- strategy ---
     if run.strategy == "dp":  # one process: copies the model to all GPUs in every forward pass
+        warnings.filterwarnings("ignore", "Was asked to gather", UserWarning)  # losses: scalars
         module = nn.DataParallel(module, list(range(run.devices)))
     if run.strategy in ("ddp", "zero1"):
         module = DistributedDataParallel(module, gradient_as_bucket_view=True)

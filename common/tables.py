@@ -21,6 +21,7 @@ FEW_DOCUMENTS = 100
 
 def import_datasets() -> ModuleType:
     """Import the datasets library, which takes most of a second, and keep it from logging."""
+    logging.getLogger("datasets").setLevel(logging.CRITICAL)  # it tells which frameworks it finds
     import datasets
 
     datasets.disable_progress_bars()

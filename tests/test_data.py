@@ -4,8 +4,11 @@ import argparse
 import csv
 import json
 import multiprocessing
+import os
 import pickle
 import random
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -388,3 +391,21 @@ def test_a_validation_split_is_used(tmp_path, tokenizer):
     last = tokenizer.decode(evaluation.tokens.reshape(-1).tolist())
     assert "function_200(" in last and "function_199(" not in last
     assert "function_200(" not in tokenizer.decode(train.tokens.reshape(-1).tolist())
+
+
+def test_what_the_library_finds_is_no_line_of_the_log():
+    """It logs which frameworks are installed while it is imported; here, that it leaves one out."""
+    script = "import logging; logging.basicConfig(level='INFO'); {}"
+    ours = "from common.tables import import_datasets; import_datasets()"
+    said = [
+        subprocess.run(
+            [sys.executable, "-c", script.format(line)],
+            cwd=ROOT,
+            env={**os.environ, "USE_JAX": "0"},
+            capture_output=True,
+            text=True,
+            check=True,
+        ).stderr
+        for line in (ours, "import datasets")
+    ]
+    assert "JAX" not in said[0] and "JAX" in said[1]
