@@ -220,7 +220,7 @@ def train(run: argparse.Namespace, rank: int, device: torch.device) -> dict[str,
 
     # --- strategy ---
     if run.strategy == "dp":  # one process: copies the model to all GPUs in every forward pass
-        warnings.filterwarnings("ignore", "Was asked to gather", UserWarning)  # losses: scalars
+        warnings.filterwarnings("ignore", "Was asked to gather", UserWarning)  # each GPU's loss
         module = nn.DataParallel(module, list(range(run.devices)))
     if run.strategy in ("ddp", "zero1"):
         module = DistributedDataParallel(module, gradient_as_bucket_view=True)
@@ -596,8 +596,8 @@ def summarize(runs: list[dict], reference: dict[int, float]) -> dict[str, object
                 "tokens_per_s": round(statistics.median(speeds), 1),
                 "rounds": [round(speed, 1) for speed in speeds],
                 "ms": {key: round(value, 3) for key, value in ms.items()},
-                "mfu": on_gpu(statistics.median, own, "mfu"),
-                "peak_mem_gib": on_gpu(max, own, "peak_mem_gib"),
+                "mfu": if_measured(statistics.median, own, "mfu"),
+                "peak_mem_gib": if_measured(max, own, "peak_mem_gib"),
             }
     ends = last_losses(runs)
     if ends and None not in ends.values():
@@ -608,8 +608,8 @@ def summarize(runs: list[dict], reference: dict[int, float]) -> dict[str, object
     return summary
 
 
-def on_gpu(function: Callable, runs: list[dict], key: str) -> float | None:
-    """Return a function's value for what the runs have of this, or None where there is no GPU."""
+def if_measured(function: Callable, runs: list[dict], key: str) -> float | None:
+    """Return a function's value for what the runs have of this, or None where it is not known."""
     values = [run[key] for run in runs]
     return None if None in values else function(values)
 

@@ -11,8 +11,8 @@ import inspect
 import os
 from pathlib import Path
 
-# What NCCL sends, the counters do not see. Before anything asks for GPUs, as some packages do when
-# they are imported: PowerSGD waits for them where PyTorch has found any.
+# No GPUs: the counters do not see what NCCL sends, and PowerSGD would want the gradients on a GPU
+# where PyTorch has found one. Before the imports: some packages ask for GPUs in theirs.
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import torch

@@ -30,8 +30,9 @@ class AsyncCheckpoints:
         timeout = datetime.timedelta(seconds=timeout_s)
         self._group = dist.new_group(backend="gloo", timeout=timeout)
         self._on_gpu = torch.cuda.is_available()
-        # Of PyTorch's DefaultStager only what copies: in 2.11 that one can be used just once. From
-        # a GPU a copy to pinned memory is several times as fast.
+        # Not DefaultStager, which in PyTorch 2.11 can copy only once, but what it copies with:
+        # https://github.com/pytorch/pytorch/issues/183413. From a GPU a copy to pinned memory is
+        # several times as fast.
         self._stager = StateDictStager(pin_memory=self._on_gpu, share_memory=False)
         gpu = torch.cuda.current_device() if self._on_gpu else None
         self._thread = ThreadPoolExecutor(max_workers=1, initializer=_own_stream, initargs=(gpu,))
@@ -52,14 +53,17 @@ class AsyncCheckpoints:
         Raises InputError if the one before it could not be written.
         """
         self._wait()
-        content = collect_content(model, optimizer, lr_scheduler, state)
-        # One tensor after the other without the host in between.
-        content = self._stager.stage(content, non_blocking=self._on_gpu)
-        if self._on_gpu:
-            torch.cuda.synchronize()  # the next step changes the tensors
+        content = self._copy(collect_content(model, optimizer, lr_scheduler, state))
         self._writing = self._thread.submit(
             write_content, run_dir, content, training, keep, self._group
         )
+
+    def _copy(self, content: dict) -> dict:
+        # From a GPU one tensor after the other, without the host in between.
+        copied = self._stager.stage(content, non_blocking=self._on_gpu)
+        if self._on_gpu:
+            torch.cuda.synchronize()  # only now the host has them: the thread reads them at once
+        return copied
 
     def finish(self) -> None:
         """Wait until the last checkpoint is complete. Raises InputError if it is not written."""

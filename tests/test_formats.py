@@ -259,7 +259,8 @@ def check_compression(results: dict[str, dict]) -> None:
     assert errors[0] < 1e-6
     assert 2.0**-13 < errors[1] < 2.0**-10
     assert 2.0**-10 < errors[2] < 2.0**-7
-    assert 1 > errors[3] > errors[4] > errors[5] > 0.01  # the text is of this Python
+    # How far above, argparse's text decides, which is another one in each Python.
+    assert 1 > errors[3] > errors[4] > errors[5] > 0.01
 
 
 # Short batches, and one hook more, which leaves each rank its own gradient.

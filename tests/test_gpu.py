@@ -122,32 +122,63 @@ def test_compiled_model_resumes_on_a_gpu(train, tmp_path, dtype):
         assert [m[key] for m in resumed] == pytest.approx([m[key] for m in straight], rel=rel)
 
 
-@pytest.mark.gpu
-def test_asynchronous_checkpoints_are_of_their_step(train, tmp_path, monkeypatch):
-    """Each of several is what the GPU held when it was asked for, though the training went on."""
-    collect, held = async_checkpoint.collect_content, {}
+def to_host(value: object) -> object:
+    if isinstance(value, torch.Tensor):
+        value = value.full_tensor() if isinstance(value, DTensor) else value
+        return value.cpu().clone()
+    return value
 
-    def to_host(value: object) -> object:
-        if isinstance(value, torch.Tensor):
-            value = value.full_tensor() if isinstance(value, DTensor) else value
-            return value.cpu().clone()
-        return value
+
+def check_asynchronous_checkpoints(train, monkeypatch, folder, late: str) -> None:
+    """Compare the checkpoints of a run with what the GPU held when each was asked for.
+
+    late: "writing", which begins half a second later, or "copying", before which the GPU is busy
+    for about as long.
+    """
+    collect, write, held = async_checkpoint.collect_content, async_checkpoint.write_content, {}
 
     def note(*args: object) -> dict:
         content = collect(*args)
         held[content["state"]["step"]] = tree_map(to_host, content)
+        if late == "copying":
+            torch.cuda._sleep(10**9)  # cycles
         return content
 
+    def write_late(*args: object) -> None:
+        if late == "writing":
+            time.sleep(0.5)
+        write(*args)
+
     monkeypatch.setattr(async_checkpoint, "collect_content", note)
+    monkeypatch.setattr(async_checkpoint, "write_content", write_late)
     for name, value in ALONE.items():
         monkeypatch.setenv(name, value)
     saves = ("--max-steps", 20, "--ckpt-freq", 5, "--keep-checkpoints", 9, "--async-checkpoint")
     train(*saves, name="run", chapter="04-fsdp")
     assert sorted(held) == [5, 10, 15, 20]
     for step, expected in held.items():
-        assert_same_tensors(expected, tensors(tmp_path / "run", step))
-    with pytest.raises(AssertionError):
-        assert_same_tensors(held[5], tensors(tmp_path / "run", 10))
+        assert_same_tensors(expected, tensors(folder / "run", step))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("late", ["writing", "copying"])
+def test_asynchronous_checkpoints_are_of_their_step(train, tmp_path, monkeypatch, late):
+    check_asynchronous_checkpoints(train, monkeypatch, tmp_path, late)
+
+
+PLANTED_COPIES = {
+    "writing": lambda self, content: tree_map(lambda value: value, content),
+    "copying": lambda self, content: self._stager.stage(content, non_blocking=True),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("late", PLANTED_COPIES)
+def test_planted_tensors_that_nobody_waited_for_are_noticed(train, tmp_path, monkeypatch, late):
+    """Not copied at all, or read by the thread while the GPU still copies."""
+    monkeypatch.setattr(async_checkpoint.AsyncCheckpoints, "_copy", PLANTED_COPIES[late])
+    with pytest.raises(AssertionError, match=r"\.(model|optimizer)\."):
+        check_asynchronous_checkpoints(train, monkeypatch, tmp_path, late)
 
 
 def losses_of(tmp_path, name: str, *command: object) -> list[dict]:
@@ -183,7 +214,7 @@ def test_one_rank_is_chapter_1(tmp_path):
 
 @pytest.mark.gpu
 def test_compressed_gradients_do_without_the_gpus():
-    """PowerSGD waits for GPUs where PyTorch has found any: here gradients are on the CPU."""
+    """PowerSGD wants gradients on a GPU where PyTorch has found one: here they are on the CPU."""
     done = run_script(*TORCHRUN, 2, "05-mixed-precision/compression.py", "--steps", 12)
     assert done.returncode == 0, done.stderr
     assert "PowerSGD, rank 16" in done.stdout

@@ -192,11 +192,11 @@ def note_saves(script, path: str) -> None:
             file.write(json.dumps({"what": name, "seconds": seconds, "at": start}) + "\n")
 
     def timed(name: str, function, part: bool = False):
-        def call(*args: object, **options: object) -> object:
+        def call(*args: object) -> object:
             if torch.cuda.is_available() and not part:
                 torch.cuda.synchronize()
             start, before = time.perf_counter(), written[0]
-            found = function(*args, **options)
+            found = function(*args)
             note(name, start, time.perf_counter() - start)
             if name == "save" and written[0] > before:
                 note("sums and file cache", start, written[0] - before)
@@ -230,7 +230,7 @@ def note_saves(script, path: str) -> None:
         def __init__(self, timeout_s: int) -> None:
             super().__init__(timeout_s)
             self._wait = timed("wait for the one before", self._wait)
-            self._stager.stage = timed("copy", self._stager.stage)
+            self._copy = timed("copy", self._copy)
             self._save = not_last(timed("save", super().__call__))
 
         def __call__(self, *args: object) -> None:

@@ -814,7 +814,8 @@ def gpt2_checkpoint_parts(found) -> list[str]:
     """Return a row for each synchronous save, with the seconds of its parts."""
     rows = [f"| save | takes, s | {' | '.join(PARTS.values())} | the rest |"]
     rows.append("|---:|" + "---:|" * (len(PARTS) + 2))
-    (calls,) = (measured_runs(row)[0]["saves"] for row in found["rows"] if measured_runs(row))
+    (row,) = (row for row in found["rows"] if row["label"] == "sync")
+    calls = measured_runs(row)[0]["saves"]
     for n, save in enumerate((call for call in calls if call["what"] == "save"), start=1):
         begin, end = save["at"], save["at"] + save["seconds"]
         seconds = dict.fromkeys(PARTS, 0.0)
