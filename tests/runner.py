@@ -36,6 +36,7 @@ from torch.utils.hooks import RemovableHandle
 from common import checkpoint, data, launch, record
 
 ROOT = Path(__file__).parents[1]
+SAMPLED = 6  # tokens, with those of the prompt
 SAVE_STAGES = ("writing", "written", "renamed", "committed")
 
 
@@ -88,6 +89,19 @@ def load_script(path: Path):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
+
+
+def load_abridged(chapter: str):
+    """Import a chapter's script; its sample has few tokens, each of which is a forward pass."""
+    script = load_script(ROOT / chapter / "train_llm.py")
+    sample_text = script.sample_text
+
+    def sample_briefly(*args: object) -> tuple[str, str]:
+        *others, length, seed = args
+        return sample_text(*others, min(length, SAMPLED), seed)
+
+    script.sample_text = sample_briefly
+    return script
 
 
 def place_of(rank: int, world_size: int) -> dict[str, object]:
@@ -259,7 +273,7 @@ def _run_in_series(
             stack.enter_context(_note_samples(Path(samples_file)))
         if within:
             stack.enter_context(within())
-        load_script(ROOT / chapter / "train_llm.py").main()
+        load_abridged(chapter).main()
     for number, handler in handlers.items():
         signal.signal(number, handler)
     logging.getLogger().handlers.clear()
@@ -329,7 +343,7 @@ def _child(
         resource.setrlimit(resource.RLIMIT_FSIZE, (file_size_limit, file_size_limit))
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     sys.argv = [f"{chapter}/train_llm.py", *args]
-    launch.run(load_script(ROOT / chapter / "train_llm.py").main)
+    launch.run(load_abridged(chapter).main)
 
 
 def _kill(*_: object) -> None:
