@@ -92,15 +92,19 @@ def load_script(path: Path):
 
 
 def load_abridged(chapter: str):
-    """Import a chapter's script; its sample has few tokens, each of which is a forward pass."""
+    """Import a chapter's script; its sample has few tokens, each of which is a forward pass.
+
+    Or another script that stands under this name: those have no sample.
+    """
     script = load_script(ROOT / chapter / "train_llm.py")
-    sample_text = script.sample_text
+    if hasattr(script, "sample_text"):
+        sample_text = script.sample_text
 
-    def sample_briefly(*args: object) -> tuple[str, str]:
-        *others, length, seed = args
-        return sample_text(*others, min(length, SAMPLED), seed)
+        def sample_briefly(*args: object) -> tuple[str, str]:
+            *others, length, seed = args
+            return sample_text(*others, min(length, SAMPLED), seed)
 
-    script.sample_text = sample_briefly
+        script.sample_text = sample_briefly
     return script
 
 
