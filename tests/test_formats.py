@@ -259,7 +259,7 @@ def check_compression(results: dict[str, dict]) -> None:
     assert errors[0] < 1e-6
     assert 2.0**-13 < errors[1] < 2.0**-10
     assert 2.0**-10 < errors[2] < 2.0**-7
-    # How far above, argparse's text decides, which is another one in each Python.
+    # How much rank 16 loses depends on the text and the step: 0.03 to 0.3 have been seen.
     assert 1 > errors[3] > errors[4] > errors[5] > 0.01
 
 

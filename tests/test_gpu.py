@@ -14,11 +14,12 @@ import pytest
 import torch
 from conftest import CHAPTERS, ROOT, TORCHRUN, free_port, read_metrics, run_script
 from runner import Series
+from test_async_checkpoint import not_copied
 from test_fsdp import OPTIONS
 from test_parity import Ladder, Run, plant, selected_runs
+from test_portable import full
 from test_resume import assert_same_tensors
 from test_resume_ranks import children, tensors
-from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_map
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -123,10 +124,7 @@ def test_compiled_model_resumes_on_a_gpu(train, tmp_path, dtype):
 
 
 def to_host(value: object) -> object:
-    if isinstance(value, torch.Tensor):
-        value = value.full_tensor() if isinstance(value, DTensor) else value
-        return value.cpu().clone()
-    return value
+    return full(value).cpu().clone() if isinstance(value, torch.Tensor) else value
 
 
 def check_asynchronous_checkpoints(train, monkeypatch, folder, late: str) -> None:
@@ -167,7 +165,7 @@ def test_asynchronous_checkpoints_are_of_their_step(train, tmp_path, monkeypatch
 
 
 PLANTED_COPIES = {
-    "writing": lambda self, content: tree_map(lambda value: value, content),
+    "writing": not_copied,
     "copying": lambda self, content: self._stager.stage(content, non_blocking=True),
 }
 

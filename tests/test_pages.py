@@ -437,8 +437,9 @@ def checkout(tmp_path_factory) -> Path:
     (folder / "table.csv").write_text("body\n" + "".join(f'"{text}"\n' for text in texts))
     for name, part, less in ABRIDGED:
         for path in folder.glob(name):
-            assert part in path.read_text(), path
-            path.write_text(path.read_text().replace(part, less))
+            text = path.read_text()
+            assert part in text, path
+            path.write_text(text.replace(part, less))
     # The run that pages use; those that they start go elsewhere.
     train = ["01-single-gpu/train_llm.py", "-e", "my-run", "--max-steps", "2"]
     subprocess.run([sys.executable, *train], cwd=folder, capture_output=True, check=True)
