@@ -67,9 +67,11 @@ def join(*patches: str) -> str:
 
 
 def read_metrics(folder: Path) -> list[dict]:
-    """Return the lines of metrics.jsonl of the training in a folder."""
+    """Return the lines of metrics.jsonl of the training in a folder, which may be going on."""
     path = folder / "run/metrics.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+    # One that does not end yet is being written.
+    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 class Run:

@@ -98,7 +98,9 @@ def random_texts(count: int) -> list[str]:
 
 
 def read_metrics(run_dir: Path) -> list[dict]:
-    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    """Return what a run has logged; where it goes on, without a line that is being written."""
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n")]
 
 
 @functools.cache

@@ -35,6 +35,8 @@ from torch.utils.hooks import RemovableHandle
 
 from common import checkpoint, data, launch, record
 
+gc.freeze()  # all this is here to stay: no child looks through it, or copies its pages, for garbage
+
 ROOT = Path(__file__).parents[1]
 SAMPLED = 6  # tokens, with those of the prompt
 SAVE_STAGES = ("writing", "written", "renamed", "committed")

@@ -15,7 +15,7 @@ from runner import server_context
 from test_autocast import ALONE, DDP, FSDP, patch
 from test_parity import Ladder, Run
 
-from common import launch
+from common import launch, timers
 
 SCRIPT = ROOT / FSDP / "compare.py"
 RESULT = ROOT / "tests/benchmarks/results/comparison_cpu.json"
@@ -224,14 +224,16 @@ def test_rows_are_added_to_a_result(comparisons, capsys):
     assert len(content["results"]["added_by"]) == 2 and content["results"]["seconds"] > 0
 
 
-def test_the_smallest_share_of_a_gpu_is_a_number(comparisons):
+def test_the_smallest_share_of_a_gpu_is_a_number(comparisons, monkeypatch):
     """The default model fills so little of a fast GPU that four decimals are all 0."""
-    timers = "from common.timers import PhaseTimers, flops_per_token\n"
-    fast = f"from common import timers\n{timers}timers.peak_flops = lambda device: 1e18\n"
+    # The script, with what is planted in it, is read in this process too.
+    monkeypatch.setattr(timers, "peak_flops", timers.peak_flops)
+    imports = "from common.timers import PhaseTimers, flops_per_token\n"
+    fast = f"from common import timers\n{imports}timers.peak_flops = lambda device: 1e18\n"
     rows = comparisons.run(
         *("--only", "single:fp32", "--seeds", 0, 1, "--parts", "speed"),
         *("-b", 1, "--global-batch-size", 1, "--speed-steps", 10),
-        replaced=[(timers, fast)],
+        replaced=[(imports, fast)],
     )
     row = rows["single:fp32"]
     assert [run["mfu"] for run in row["runs"]] == [0, 0] and row["summary"]["speed"]["mfu"] == 0

@@ -13,6 +13,7 @@ kill processes, ask for the real one themselves.
 import atexit
 import contextlib
 import ctypes
+import gc
 import importlib.util
 import json
 import os
@@ -130,6 +131,7 @@ def serve(address: str) -> None:
     import transformers.models.llama.modeling_llama  # noqa: F401
 
     assert "common" not in sys.modules  # a test may run another copy of it
+    gc.freeze()  # what is here to stay: no child looks through it, or copies its pages, for garbage
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # nobody waits for the keepers
     with socket.socket(socket.AF_UNIX) as listening:
         listening.bind(address)

@@ -82,7 +82,8 @@ class Run:
         while not until():
             if time.monotonic() > deadline:
                 raise SystemExit("the run did not go on in time")
-            lines = self.metrics.read_text().splitlines() if self.metrics.exists() else []
+            text = self.metrics.read_text() if self.metrics.exists() else ""
+            lines = text.split("\n")[:-1]  # what comes after the last \n is being written
             step = json.loads(lines[-1])["step"] if lines else 0
             if step and step != self.step:
                 self.seen.append((time.monotonic(), step))
