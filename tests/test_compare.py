@@ -13,7 +13,7 @@ import pytest
 from conftest import ROOT, run_script
 from runner import server_context
 from test_autocast import ALONE, DDP, FSDP, patch
-from test_parity import Ladder, Run
+from test_parity import LENGTH, Ladder, Run
 
 from common import launch, timers
 
@@ -76,7 +76,7 @@ class Comparisons:
         self.ladder = Ladder(folder)
         self.folder, self.kept = folder, {}
         # The corpus of the ladder, in blocks of the same length.
-        self.constant = ("-d", folder / "corpus.json", "-s", 32)
+        self.constant = ("-d", folder / "corpus.json", "-s", LENGTH)
 
     def run(self, *args: object, replaced: tuple | list = ()) -> dict[str, dict]:
         """Return the rows of the result, by STRATEGY:PRECISION."""

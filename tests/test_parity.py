@@ -30,6 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 DISTRIBUTED = CHAPTERS[1:]
 STEPS = 20
+LENGTH = 16  # tokens of a sequence: more would be more arithmetic and no other training
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,11 +68,11 @@ class Ladder:
         self.in_shell = in_shell
         self.done: dict[Run, Series] = {}
         # 12 steps an epoch, so that 20 steps are in two of them.
-        (folder / "corpus.json").write_text(json.dumps(random_texts(28)))
+        (folder / "corpus.json").write_text(json.dumps(random_texts(14)))
 
     def flags(self, name: str, *args: object) -> list[object]:
         return [
-            *("-d", self.folder / "corpus.json", "-s", 32, "--global-batch-size", 24),
+            *("-d", self.folder / "corpus.json", "-s", LENGTH, "--global-batch-size", 24),
             *("--max-steps", STEPS, "--log-freq", 1, "--eval-freq", 10, "--ckpt-freq", STEPS),
             *("--warmup-steps", 5, "--save-dir", self.folder, "-e", name, *args),
         ]

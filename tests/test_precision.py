@@ -161,6 +161,8 @@ def test_planted_cast_is_noticed(ladder, expected, run):
 # the small rate, no run stayed within 9e-3.
 BAND = {"bf16": 1e-3, "fp16": 2e-4, "fp16, a step skipped": 2e-2}
 MASTERS_IN_HALF = ".to(getattr(torch, args.param_dtype))", ".to(torch.bfloat16)"
+# At the end of a run too, and nobody reads it there.
+EVALUATED_LITTLE = "for batch in dataloader:", "for _, batch in zip(range(2), dataloader):"
 
 
 class Curves:
@@ -172,12 +174,13 @@ class Curves:
         modules = (argparse, typing, inspect, tarfile, asyncio.base_events)
         texts = [Path(module.__file__).read_text() for module in modules]
         (folder / "corpus.json").write_text(json.dumps(texts))
-        wrong = str(plant(CHAPTER, folder / "half-masters", [MASTERS_IN_HALF]))
+        right = str(plant(CHAPTER, folder / "right", [EVALUATED_LITTLE]))
+        wrong = str(plant(CHAPTER, folder / "wrong", [EVALUATED_LITTLE, MASTERS_IN_HALF]))
         self.kinds = {
-            "fp32": (CHAPTER, *FP32),
-            "bf16": (CHAPTER,),
-            "fp16": (CHAPTER, *FP16),
-            "pure": (CHAPTER, *PURE),
+            "fp32": (right, *FP32),
+            "bf16": (right,),
+            "fp16": (right, *FP16),
+            "pure": (right, *PURE),
             "bug": (wrong,),
         }
         self.asked = asked
