@@ -15,6 +15,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import atexit
 import contextlib
 import functools
+import itertools
 import json
 import random
 import signal
@@ -164,22 +165,36 @@ def hide_gpus(request, monkeypatch):
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
 
 
-@pytest.fixture
-def corpus(tmp_path) -> Path:
+def write_corpus(folder: Path) -> Path:
     """Return a file of text for some tens of steps of 6 sequences of 32 tokens."""
-    path = tmp_path / "corpus.json"
+    path = folder / "corpus.json"
     path.write_text(json.dumps([f"Text number {n}, of many words. " * 20 for n in range(50)]))
     return path
 
 
 @pytest.fixture
+def corpus(tmp_path) -> Path:
+    return write_corpus(tmp_path)
+
+
+@pytest.fixture
 def train(tmp_path, monkeypatch):
-    """Return a function that runs chapter 1 in this process and returns the metrics it wrote."""
+    """Return a function that runs chapter 1 in this process and returns the metrics it wrote.
+
+    It evaluates two batches: all of the built-in corpus would take longer than a test's few steps.
+    """
 
     def run(*args: object, name: str = "run", chapter: str = "01-single-gpu") -> list[dict]:
         argv = ["train_llm.py", *args, "--save-dir", tmp_path, "-e", name]
         monkeypatch.setattr(sys, "argv", [str(arg) for arg in argv])
-        load_script(ROOT / chapter / "train_llm.py").main()
+        script = load_script(ROOT / chapter / "train_llm.py")
+        evaluate = script.evaluate
+
+        def evaluate_little(model: torch.nn.Module, batches: Iterable, *others: object) -> dict:
+            return evaluate(model, list(itertools.islice(batches, 2)), *others)
+
+        monkeypatch.setattr(script, "evaluate", evaluate_little)
+        script.main()
         return read_metrics(tmp_path / name)
 
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}

@@ -252,11 +252,11 @@ def test_log_says_what_matters_and_no_secret(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_command_that_goes_on_goes_on(tmp_path):
-    args = (SCRIPT, *FAST, "--save-dir", tmp_path, "--ckpt-freq", 8)
+def test_the_command_that_goes_on_goes_on(corpus, tmp_path):
+    args = (SCRIPT, *FAST, "-d", corpus, "--save-dir", tmp_path / "runs", "--ckpt-freq", 8)
     done = run_script(*args)
     command = done.stderr.splitlines()[-1].split("after a stop: ")[1]
-    (run_dir,) = tmp_path.iterdir()
+    (run_dir,) = (tmp_path / "runs").iterdir()
     for step in (20, 16):
         path = run_dir / f"checkpoints/step-{step:08d}"
         if step == 20:
@@ -268,11 +268,11 @@ def test_the_command_that_goes_on_goes_on(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_terminal_gets_a_progress_bar(tmp_path):
+def test_a_terminal_gets_a_progress_bar(corpus, tmp_path):
     """With loss and tokens/s; a file, as in every other test, gets none."""
     terminal, end = pty.openpty()
     fcntl.ioctl(end, termios.TIOCSWINSZ, struct.pack("HHHH", 40, 120, 0, 0))
-    args = (SCRIPT, *FAST, "--save-dir", tmp_path, "-e", "run")
+    args = (SCRIPT, *FAST, "-d", corpus, "--save-dir", tmp_path, "-e", "run")
     command = [sys.executable, *map(str, args)]
     process = subprocess.Popen(command, cwd=ROOT, stderr=end)
     os.close(end)

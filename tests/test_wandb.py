@@ -6,7 +6,7 @@ import socket
 from pathlib import Path
 
 import pytest
-from conftest import CHAPTERS, first_then_slow, read_metrics, run_script
+from conftest import CHAPTERS, first_then_slow, read_metrics, run_script, write_corpus
 from runner import Ranks
 from wandb.proto import wandb_internal_pb2
 
@@ -57,7 +57,8 @@ def read_run(folder: Path) -> tuple[object, dict, list[dict]]:
 def runs(tmp_path_factory) -> tuple[Path, list[Path]]:
     """A run, and its continuation after its newest checkpoint was deleted."""
     save_dir = tmp_path_factory.mktemp("wandb")
-    args = (SCRIPT, *FLAGS, "--save-dir", save_dir, "-e", "a-run")
+    corpus = write_corpus(tmp_path_factory.mktemp("text"))
+    args = (SCRIPT, *FLAGS, "-d", corpus, "--save-dir", save_dir, "-e", "a-run")
     empty_home = {"HOME": str(tmp_path_factory.mktemp("home")), "WANDB_MODE": "offline"}
     assert run_script(*args, **empty_home).returncode == 0
     first = list((save_dir / "a-run/wandb").glob("offline-run-*"))
@@ -93,10 +94,10 @@ def test_resumed_run_has_the_same_id(runs):
 
 
 @pytest.mark.slow  # wandb tries for half a minute
-def test_a_login_without_a_network_goes_on_offline(tmp_path):
+def test_a_login_without_a_network_goes_on_offline(corpus, tmp_path):
     """As on a cluster's nodes: nothing listens on port 9 of this machine."""
     done = run_script(
-        *(SCRIPT, *FLAGS, "--save-dir", tmp_path, "-e", "a-run"),
+        *(SCRIPT, *FLAGS, "-d", corpus, "--save-dir", tmp_path, "-e", "a-run"),
         HOME=str(tmp_path),
         WANDB_MODE="online",
         WANDB_API_KEY="a" * 40,
