@@ -92,6 +92,10 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
+# In a chapter's script: what it evaluates, at the end of each run too, and two batches of that.
+EVALUATED_LITTLE = "for batch in dataloader:", "for _, batch in zip(range(2), dataloader):"
+
+
 def random_texts(count: int) -> list[str]:
     """Return documents of a few letters, the same ones each time."""
     letters = random.Random(0)

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 import test_pages
 from cluster import PATIENCE_S, Cluster, give_up
-from conftest import ROOT, quick, quick_commands, read_metrics
+from conftest import EVALUATED_LITTLE, ROOT, quick, quick_commands, read_metrics
 from runner import Ranks, finish, start
 from test_resume import EXACT
 
@@ -474,9 +474,12 @@ def test_elastic(lab):
 
 @pytest.fixture
 def copy(tmp_path) -> Path:
-    """A folder with the chapter and what it needs."""
+    """A folder with the chapter, which evaluates little, and what it needs."""
     folder = tmp_path / "copy"
     shutil.copytree(ROOT / "03-multi-node", folder / "03-multi-node")
+    script = folder / "03-multi-node/train_llm.py"
+    assert EVALUATED_LITTLE[0] in script.read_text()
+    script.write_text(script.read_text().replace(*EVALUATED_LITTLE))
     for name in ("common", ".venv"):
         if (ROOT / name).exists():
             (folder / name).symlink_to(ROOT / name)

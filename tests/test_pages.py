@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 
 import pytest
-from conftest import CHAPTERS, ROOT, quick, quick_commands
+from conftest import CHAPTERS, EVALUATED_LITTLE, ROOT, quick, quick_commands
 
 from common import launch
 
@@ -404,7 +404,7 @@ def test_the_picture_is_of_todays_scripts(monkeypatch):
 
 # Of each run of two steps most of the time is the end: what evaluates, and draws the sample.
 ABRIDGED = [
-    ("0*/train_llm.py", "for batch in dataloader:", "for _, batch in zip(range(2), dataloader):"),
+    ("0*/train_llm.py", *EVALUATED_LITTLE),
     ("common/sample.py", "min(length, 256)", "min(length, 8)"),
 ]
 

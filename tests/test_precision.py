@@ -23,7 +23,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import first_then_slow, read_metrics
+from conftest import EVALUATED_LITTLE, first_then_slow, read_metrics
 from runner import Ranks, Series, finish
 from test_hsdp import TWO_BY_TWO, run_on_nodes
 from test_parity import Ladder, Run, plant, selected_runs
@@ -161,8 +161,6 @@ def test_planted_cast_is_noticed(ladder, expected, run):
 # the small rate, no run stayed within 9e-3.
 BAND = {"bf16": 1e-3, "fp16": 2e-4, "fp16, a step skipped": 2e-2}
 MASTERS_IN_HALF = ".to(getattr(torch, args.param_dtype))", ".to(torch.bfloat16)"
-# At the end of a run too, and nobody reads it there.
-EVALUATED_LITTLE = "for batch in dataloader:", "for _, batch in zip(range(2), dataloader):"
 
 
 class Curves:
