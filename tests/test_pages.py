@@ -402,10 +402,13 @@ def test_the_picture_is_of_todays_scripts(monkeypatch):
 # --- commands ---
 
 
-# Of each run of two steps most of the time is the end: what evaluates, and draws the sample.
+# Of each run of two steps most of the time is the end: what evaluates, and draws the sample. What
+# the two measurements find is looked at elsewhere.
 ABRIDGED = [
     ("0*/train_llm.py", *EVALUATED_LITTLE),
     ("common/sample.py", "min(length, 256)", "min(length, 8)"),
+    ("tests/benchmarks/packing.py", "STEPS, SAMPLES = 100, 64", "STEPS, SAMPLES = 4, 4"),
+    ("05-mixed-precision/compression.py", "STEPS = 40", "STEPS = 12"),
 ]
 
 
