@@ -67,7 +67,7 @@ def join(*patches: str) -> str:
 
 
 def read_metrics(folder: Path) -> list[dict]:
-    """Return the lines of metrics.jsonl of the training in a folder, which may be going on."""
+    """Return the lines of metrics.jsonl of a folder's training, while it goes on too."""
     path = folder / "run/metrics.jsonl"
     lines = path.read_text().splitlines(keepends=True) if path.exists() else []
     # One that does not end yet is being written.

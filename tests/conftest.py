@@ -92,7 +92,7 @@ def free_port() -> int:
         return probe.getsockname()[1]
 
 
-# In a chapter's script: what it evaluates, at the end of each run too, and two batches of that.
+# To replace in a chapter's script: all batches that it evaluates, at the end of a run too, by two.
 EVALUATED_LITTLE = "for batch in dataloader:", "for _, batch in zip(range(2), dataloader):"
 
 
@@ -102,10 +102,10 @@ def random_texts(count: int) -> list[str]:
     return ["".join(letters.choice("abcdefgh \n") for _ in range(600)) for _ in range(count)]
 
 
-def read_metrics(run_dir: Path) -> list[dict]:
-    """Return what a run has logged; where it goes on, without a line that is being written."""
+def read_metrics(run_dir: Path, going_on: bool = False) -> list[dict]:
+    """Return what a run has logged; while it goes on, without a line that is being written."""
     lines = (run_dir / "metrics.jsonl").read_text().splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    return [json.loads(line) for line in lines if line.endswith("\n") or not going_on]
 
 
 @functools.cache
@@ -185,10 +185,13 @@ def corpus(tmp_path) -> Path:
 def train(tmp_path, monkeypatch):
     """Return a function that runs chapter 1 in this process and returns the metrics it wrote.
 
-    It evaluates two batches: all of the built-in corpus would take longer than a test's few steps.
+    Of the built-in corpus it evaluates two batches, if not told to evaluate as much as a reader's
+    run does: that would take longer than a test's few steps.
     """
 
-    def run(*args: object, name: str = "run", chapter: str = "01-single-gpu") -> list[dict]:
+    def run(
+        *args: object, name: str = "run", chapter: str = "01-single-gpu", whole: bool = False
+    ) -> list[dict]:
         argv = ["train_llm.py", *args, "--save-dir", tmp_path, "-e", name]
         monkeypatch.setattr(sys, "argv", [str(arg) for arg in argv])
         script = load_script(ROOT / chapter / "train_llm.py")
@@ -197,7 +200,8 @@ def train(tmp_path, monkeypatch):
         def evaluate_little(model: torch.nn.Module, batches: Iterable, *others: object) -> dict:
             return evaluate(model, list(itertools.islice(batches, 2)), *others)
 
-        monkeypatch.setattr(script, "evaluate", evaluate_little)
+        if not whole and "-d" not in args:
+            monkeypatch.setattr(script, "evaluate", evaluate_little)
         script.main()
         return read_metrics(tmp_path / name)
 

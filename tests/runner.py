@@ -35,8 +35,6 @@ from torch.utils.hooks import RemovableHandle
 
 from common import checkpoint, data, launch, record
 
-gc.freeze()  # all this is here to stay: no child looks through it, or copies its pages, for garbage
-
 ROOT = Path(__file__).parents[1]
 SAMPLED = 6  # tokens, with those of the prompt
 SAVE_STAGES = ("writing", "written", "renamed", "committed")
@@ -53,7 +51,7 @@ def start(args: list[object], **options: object) -> multiprocessing.Process:
 def server_context() -> multiprocessing.context.ForkServerContext:
     """Return the context whose children come from a server that has imported this module."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["runner"])
+    context.set_forkserver_preload(["runner", "frozen"])
     before = dict(os.environ)
     # The server looks for the module here and, before Python 3.13, not in this process's sys.path.
     os.environ["PYTHONPATH"] = str(Path(__file__).parent)

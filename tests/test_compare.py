@@ -226,7 +226,7 @@ def test_rows_are_added_to_a_result(comparisons, capsys):
 
 def test_the_smallest_share_of_a_gpu_is_a_number(comparisons, monkeypatch):
     """The default model fills so little of a fast GPU that four decimals are all 0."""
-    # The script, with what is planted in it, is read in this process too.
+    # Put back afterwards: the script, with what is planted in it, runs in this process too.
     monkeypatch.setattr(timers, "peak_flops", timers.peak_flops)
     imports = "from common.timers import PhaseTimers, flops_per_token\n"
     fast = f"from common import timers\n{imports}timers.peak_flops = lambda device: 1e18\n"

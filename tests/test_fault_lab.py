@@ -193,17 +193,6 @@ def test_no_route(lab):
     assert re.search(r"^(no answer within 2 s: |a connection to it)", text, re.MULTILINE)
 
 
-def test_half_a_line_of_metrics_is_none_yet(tmp_path):
-    """A line is written at once, and can still be seen in two parts: a file grows by pages."""
-    metrics, read_in_lab = tmp_path / "run/metrics.jsonl", load_script(ROOT / LAB).read_metrics
-    assert read_in_lab(tmp_path) == []
-    metrics.parent.mkdir()
-    for text, steps in [('{"st', []), ('{"step": 1}\n{"step": 2', [1]), ('{"step": 1}\n', [1])]:
-        metrics.write_text(text)
-        for found in (read_in_lab(tmp_path), read_metrics(metrics.parent)):
-            assert [line["step"] for line in found] == steps
-
-
 @pytest.mark.slow
 def test_lost_node(lab):
     """The node that is left fails soon after the kill; both start again and lose no step."""
@@ -276,6 +265,20 @@ def test_mended_no_route(lab):
 
 
 # --- the lab itself ---
+
+
+def test_half_a_line_of_metrics_is_none_yet(tmp_path):
+    """A line is written at once, and can still be seen in two parts: a file grows by pages."""
+    metrics, read_in_lab = tmp_path / "run/metrics.jsonl", load_script(ROOT / LAB).read_metrics
+    assert read_in_lab(tmp_path) == []
+    metrics.parent.mkdir()
+    for text, steps in [('{"st', []), ('{"step": 1}\n{"step": 2', [1]), ('{"step": 1}\n', [1])]:
+        metrics.write_text(text)
+        for found in (read_in_lab(tmp_path), read_metrics(metrics.parent, going_on=True)):
+            assert [line["step"] for line in found] == steps
+        if not text.endswith("\n"):
+            with pytest.raises(ValueError, match=r"line 1 column"):
+                read_metrics(metrics.parent)  # as a run that has ended must not leave it
 
 
 @pytest.fixture

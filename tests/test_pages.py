@@ -402,8 +402,8 @@ def test_the_picture_is_of_todays_scripts(monkeypatch):
 # --- commands ---
 
 
-# Of each run of two steps most of the time is the end: what evaluates, and draws the sample. What
-# the two measurements find is looked at elsewhere.
+# Of each run of two steps most of the time is the end: what evaluates, and draws the sample. Two
+# scripts train to measure something; what they find, other tests look at.
 ABRIDGED = [
     ("0*/train_llm.py", *EVALUATED_LITTLE),
     ("common/sample.py", "min(length, 256)", "min(length, 8)"),

@@ -30,7 +30,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 DISTRIBUTED = CHAPTERS[1:]
 STEPS = 20
-LENGTH = 16  # tokens of a sequence: more would be more arithmetic and no other training
+LENGTH = 16  # tokens of a sequence: longer ones take longer and show nothing more
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Ladder:
         self.selected = selected
         self.in_shell = in_shell
         self.done: dict[Run, Series] = {}
-        # 12 steps an epoch, so that 20 steps are in two of them.
+        # 14 steps an epoch, so that 20 steps are in two of them.
         (folder / "corpus.json").write_text(json.dumps(random_texts(14)))
 
     def flags(self, name: str, *args: object) -> list[object]:

@@ -14,6 +14,7 @@ import termios
 import pytest
 import torch
 from conftest import ROOT, first_then_slow, load_script, read_metrics, run_script
+from test_parity import plant
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
@@ -175,15 +176,22 @@ def test_a_model_with_another_mask_keeps_it():
     assert models.causal_attention(config) == "sdpa"
 
 
+EVALUATED = ("-s", 32, "--max-steps", 12, "--log-freq", 5, "--eval-freq", 6)
+
+
+def in_phases(line: dict) -> float:
+    """Return the milliseconds of a step that its phases have."""
+    return sum(line[f"time/{phase}"] for phase in ("data", "forward", "backward", "update"))
+
+
 def test_metrics_and_run_directory(train, tmp_path):
-    metrics = train("-s", 32, "--max-steps", 12, "--log-freq", 5, "--eval-freq", 6)
+    metrics = train(*EVALUATED, whole=True)  # longer than the steps, and no part of their time
     assert column(metrics, "step") == [5, 6, 10, 12]
     assert set(metrics[0]) == set(metrics[2]) == KEYS
     assert set(metrics[1]) == EVALUATION_KEYS | {"step"}
     assert set(metrics[3]) == KEYS | EVALUATION_KEYS
     for line in (metrics[0], metrics[2], metrics[3]):
-        phases = sum(line[f"time/{phase}"] for phase in ("data", "forward", "backward", "update"))
-        assert 0.5 * line["time/total"] < phases <= line["time/total"]
+        assert 0.5 * line["time/total"] < in_phases(line) <= line["time/total"]
         per_step = 24 * 32 / (line["time/total"] / 1000)
         assert line["tokens_per_s"] == pytest.approx(per_step)
         assert line["tokens_per_s_per_device"] == line["tokens_per_s"]
@@ -192,6 +200,13 @@ def test_metrics_and_run_directory(train, tmp_path):
     names = {path.name for path in run_dir.iterdir()}
     assert names == {"state.json", "metrics.jsonl", "checkpoints", ".lock"}
     assert [path.name for path in (run_dir / "checkpoints").iterdir()] == ["step-00000012"]
+
+
+@pytest.mark.slow
+def test_planted_evaluation_in_the_time_of_a_step_is_noticed(train, tmp_path):
+    wrong = plant("01-single-gpu", tmp_path / "chapter", [('with timers("evaluate"):', "if True:")])
+    line = train(*EVALUATED, whole=True, chapter=wrong)[2]
+    assert line["step"] == 10 and in_phases(line) < 0.5 * line["time/total"]
 
 
 @pytest.mark.slow
