@@ -385,7 +385,7 @@ def ladder(request, tmp_path_factory) -> Ladder:
     if any(run.chapter == "05-mixed-precision" for run in runs):
         runs += FLOAT32_RUNS.values()
     folder = tmp_path_factory.mktemp("ladder")
-    return Ladder(folder, [*runs, *ALONE_RUNS.values()], in_shell=True)
+    return Ladder(folder, [*runs, *ALONE_RUNS.values()], in_shell=True, length=32)
 
 
 def assert_same_on_gpus(ladder: Ladder, model: str, name: str) -> None:

@@ -59,20 +59,27 @@ class Ladder:
     """Runs of one kind of training in one folder, each started once and kept by its name.
 
     selected: runs that tests will ask for. All of the same number of ranks are done in one start.
-    in_shell: as for Series.
+    in_shell: as for Series. length: tokens of a sequence, a multiple of 16.
     """
 
-    def __init__(self, folder: Path, selected: list[Run] = (), in_shell: bool = False) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        selected: list[Run] = (),
+        in_shell: bool = False,
+        length: int = LENGTH,
+    ) -> None:
         self.folder = folder
+        self.length = length
         self.selected = selected
         self.in_shell = in_shell
         self.done: dict[Run, Series] = {}
         # 14 steps an epoch, so that 20 steps are in two of them.
-        (folder / "corpus.json").write_text(json.dumps(random_texts(14)))
+        (folder / "corpus.json").write_text(json.dumps(random_texts(14 * length // 16)))
 
     def flags(self, name: str, *args: object) -> list[object]:
         return [
-            *("-d", self.folder / "corpus.json", "-s", LENGTH, "--global-batch-size", 24),
+            *("-d", self.folder / "corpus.json", "-s", self.length, "--global-batch-size", 24),
             *("--max-steps", STEPS, "--log-freq", 1, "--eval-freq", 10, "--ckpt-freq", STEPS),
             *("--warmup-steps", 5, "--save-dir", self.folder, "-e", name, *args),
         ]

@@ -590,7 +590,8 @@ def test_an_embedding_in_two_groups_is_refused():
 @pytest.fixture(scope="module")
 def ladder(request, tmp_path_factory) -> Ladder:
     """All runs of one number of ranks in one start."""
-    return Ladder(tmp_path_factory.mktemp("ladder"), selected_runs(request))
+    # The bounds of these tests are of sequences of this length.
+    return Ladder(tmp_path_factory.mktemp("ladder"), selected_runs(request), length=32)
 
 
 SIX = ("--max-steps", 6, "--eval-freq", 99)
