@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 import test_pages
 from cluster import PATIENCE_S, Cluster, give_up
-from conftest import EVALUATED_LITTLE, ROOT, quick, quick_commands, read_metrics
+from conftest import EVALUATED_LITTLE, ROOT, quick, quick_commands, read_metrics, replace_in
 from runner import Ranks, finish, start
 from test_resume import EXACT
 
@@ -477,9 +477,7 @@ def copy(tmp_path) -> Path:
     """A folder with the chapter, which evaluates little, and what it needs."""
     folder = tmp_path / "copy"
     shutil.copytree(ROOT / "03-multi-node", folder / "03-multi-node")
-    script = folder / "03-multi-node/train_llm.py"
-    assert script.read_text().count(EVALUATED_LITTLE[0]) == 1
-    script.write_text(script.read_text().replace(*EVALUATED_LITTLE))
+    replace_in(folder / "03-multi-node/train_llm.py", *EVALUATED_LITTLE)
     for name in ("common", ".venv"):
         if (ROOT / name).exists():
             (folder / name).symlink_to(ROOT / name)
@@ -551,8 +549,7 @@ def planted(copy):
     def plant(**replaced: tuple[str, str]) -> Path:
         for name, (right, wrong) in replaced.items():
             (path,) = (copy / "03-multi-node").glob(f"{name}.*")
-            assert path.read_text().count(right) == 1, right
-            path.write_text(path.read_text().replace(right, wrong))
+            replace_in(path, right, wrong)
         return copy / JOB
 
     return plant
