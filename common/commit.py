@@ -4,10 +4,13 @@ import json
 import os
 import re
 import shutil
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
 from common.record import FORMAT
 from common.remote import exists, is_folder, is_remote, local_side, put, remove_folder
+
+_removals: list[Future] = []  # what a thread deletes while the training goes on: one at most
 
 
 def commit_checkpoint(
@@ -21,9 +24,9 @@ def commit_checkpoint(
 ) -> None:
     """Make the checkpoint in `unfinished` the newest one of the run, at run_dir / path.
 
-    Renames it if it is not there yet, then replaces state.json, then deletes all but the newest
-    `keep`: at any moment state.json names only complete checkpoints. files: what the
-    writer measured of each, by name.
+    Renames it if it is not there yet, then replaces state.json, then has all but the newest `keep`
+    deleted: at any moment state.json names only complete checkpoints. files: what the writer
+    measured of each, by name.
     """
     records = _drop_stale(run_dir, step, training)
     if unfinished != run_dir / path:
@@ -31,7 +34,16 @@ def commit_checkpoint(
         unfinished.replace(run_dir / path)
     records = [*records, {"step": step, "path": path.as_posix(), "files": files}][-keep:]
     _write_record(run_dir, training, records)
-    _remove_all_but(records, run_dir)
+    # In a thread: the new one is safe, and the training need not wait while a disk deletes.
+    thread = ThreadPoolExecutor(max_workers=1)
+    _removals.append(thread.submit(_remove_all_but, records, run_dir))
+    thread.shutdown(wait=False)  # the process still ends only after it
+
+
+def finish_removal() -> None:
+    """Wait until what the last commit does not keep is gone. Raises OSError if that failed."""
+    while _removals:
+        _removals.pop().result()
 
 
 def make_room(run_dir: Path, unfinished: Path, step: int, training: dict[str, object]) -> None:
@@ -39,7 +51,11 @@ def make_room(run_dir: Path, unfinished: Path, step: int, training: dict[str, ob
 
     At an address that is its final place. A record that names it goes first: else a kill while it
     is written again would leave the old record for new files.
+
+    First what is still being deleted must be gone: there is never more than one beside those that
+    are kept. Raises OSError if that, or this, failed.
     """
+    finish_removal()
     if is_remote(run_dir):
         _remove_all_but(_drop_stale(run_dir, step, training), run_dir)
     else:

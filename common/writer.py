@@ -2,11 +2,10 @@
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 
 import torch
 import torch.distributed.checkpoint as dcp
-import xxhash
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint._fsspec_filesystem import FileSystem as StoredFileSystem
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
@@ -14,6 +13,7 @@ from torch.distributed.checkpoint.filesystem import FileSystem as LocalFileSyste
 from torch.futures import Future
 
 from common.remote import is_remote, plain_errors, reason_of, stamp_of
+from common.summing import Summed
 
 
 class Writer(dcp.FileSystemWriter):
@@ -99,35 +99,13 @@ class RemoteReader(FsspecReader):
         self.fs.init_path(str(folder), **folder.storage_options)
 
 
-class _Summed:
-    """Notes size and checksum of each file that is written, by name.
-
-    Of the bytes on their way: nothing has to be read back.
-    """
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.sums: dict[str, dict] = {}
-
-    @contextmanager
-    def create_stream(self, path: str | Path, mode: str) -> Iterator:
-        with super().create_stream(path, mode) as stream:
-            summing = _SummingStream(stream)
-            yield summing if mode == "wb" else stream
-        if mode == "wb":  # closed: it is there
-            known = {"bytes": summing.size, "xxh3_64": summing.digest.hexdigest()}
-            self.sums[PurePosixPath(path).name] = known
-
-    def rename(self, path: str | Path, new_path: str | Path) -> None:
-        super().rename(path, new_path)
-        self.sums[PurePosixPath(new_path).name] = self.sums.pop(PurePosixPath(path).name)
-
-
-class _LocalFiles(_Summed, LocalFileSystem):
+class _LocalFiles(Summed, LocalFileSystem):
     """Files on a disk."""
 
+    early = True
 
-class _StoredFiles(_Summed, StoredFileSystem):
+
+class _StoredFiles(Summed, StoredFileSystem):
     """Files in a store."""
 
     @contextmanager
@@ -143,19 +121,6 @@ class _StoredFiles(_Summed, StoredFileSystem):
 
     def mkdir(self, path: str) -> None:
         """There are no folders. And s3fs would make a bucket that it cannot see."""
-
-
-class _SummingStream:
-    def __init__(self, stream) -> None:
-        self.stream, self.size, self.digest = stream, 0, xxhash.xxh3_64()
-
-    def write(self, data: bytes | memoryview) -> int:
-        self.digest.update(data)
-        self.size += memoryview(data).nbytes
-        return self.stream.write(data)
-
-    def __getattr__(self, name: str) -> object:
-        return getattr(self.stream, name)
 
 
 @contextmanager

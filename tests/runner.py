@@ -33,7 +33,7 @@ from torch.distributed.checkpoint import filesystem
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
-from common import checkpoint, data, launch, record
+from common import checkpoint, commit, data, launch, record
 
 ROOT = Path(__file__).parents[1]
 SAMPLED = 6  # tokens, with those of the prompt
@@ -278,6 +278,7 @@ def _run_in_series(
         if within:
             stack.enter_context(within())
         load_abridged(chapter).main()
+    commit.finish_removal()
     for number, handler in handlers.items():
         signal.signal(number, handler)
     logging.getLogger().handlers.clear()

@@ -21,7 +21,7 @@ from test_portable import full
 from test_resume import assert_same_tensors
 from test_resume_ranks import children, tensors
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from common import async_checkpoint
@@ -130,23 +130,33 @@ def to_host(value: object) -> object:
 def check_asynchronous_checkpoints(train, monkeypatch, folder, late: str) -> None:
     """Compare the checkpoints of a run with what the GPU held when each was asked for.
 
-    late: "writing", which begins half a second later, or "copying", before which the GPU is busy
-    for about as long.
+    late: "writing", which begins half a second later, or "copying", of the last tensor, before
+    which the GPU is busy for longer. It comes after the random state, for which the host pins
+    memory at each save, and waits for the GPU: that would hide what the copy has not waited for.
     """
-    collect, write, held = async_checkpoint.collect_content, async_checkpoint.write_content, {}
+    collect, write = async_checkpoint.collect_content, async_checkpoint.write_content
+    held, last = {}, []
 
     def note(*args: object) -> dict:
         content = collect(*args)
+        content["optimizer"] = content.pop("optimizer")
         held[content["state"]["step"]] = tree_map(to_host, content)
-        if late == "copying":
-            torch.cuda._sleep(10**9)  # cycles
+        moments = [v for v in tree_leaves(content["optimizer"]) if isinstance(v, torch.Tensor)]
+        last[:] = [moments[-1].to_local().untyped_storage().data_ptr()]
         return content
+
+    def copy_late(storage: object, source: object, non_blocking: bool = False) -> object:
+        if late == "copying" and source.data_ptr() in last:
+            torch.cuda._sleep(2 * 10**9)  # cycles: a second
+        return copy(storage, source, non_blocking)
 
     def write_late(*args: object) -> None:
         if late == "writing":
             time.sleep(0.5)
         write(*args)
 
+    copy = torch.UntypedStorage.copy_
+    monkeypatch.setattr(torch.UntypedStorage, "copy_", copy_late)
     monkeypatch.setattr(async_checkpoint, "collect_content", note)
     monkeypatch.setattr(async_checkpoint, "write_content", write_late)
     for name, value in ALONE.items():

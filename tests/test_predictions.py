@@ -270,17 +270,18 @@ def test_steps_around_a_save():
 
 
 def test_parts_of_a_save():
-    """Two saves, and between them what belongs to neither."""
+    """Two saves, between them what belongs to neither, and a removal that outlasts the second."""
     calls = [("garbage", 0.5, 10.1), ("disk", 0.25, 10.6), ("disk", 0.25, 11.0)]
     calls += [("save", 2.0, 10.0), ("sums and file cache", 0.5, 10.0), ("garbage", 9.0, 13.0)]
-    calls += [("removal", 0.25, 20.5), ("save", 1.0, 20.0)]
+    calls += [("removal", 0.5, 20.75), ("save", 1.0, 20.0)]
     saves = [{"what": what, "seconds": seconds, "at": at} for what, seconds, at in calls]
     rows = [{"label": label, "runs": [{"saves": saves}]} for label in ("async", "sync")]
-    _, _, *shown = report.gpt2_checkpoint_parts({"rows": rows})
-    assert shown == [
-        "| 1 | 2.00 | 0.50 | 0.50 | 0.00 | 0.50 | 0.50 |",
-        "| 2 | 1.00 | 0.00 | 0.00 | 0.25 | 0.00 | 0.75 |",
+    _, _, *shown = report.gpt2_checkpoint_parts({"rows": rows}, {"rows": rows})
+    parts = [
+        "1 | 2.00 | 0.50 | 0.50 | 0.00 | 0.50 | 0.50 |",
+        "2 | 1.00 | 0.00 | 0.00 | 0.25 | 0.00 | 0.75 |",
     ]
+    assert shown == [f"| {k} | {p}" for k in ("at the end", "while it is written") for p in parts]
 
 
 # --- figure ---

@@ -1,11 +1,16 @@
 """A run that was stopped, however it was stopped, goes on as if it had not been."""
 
+import contextlib
+import errno
 import json
 import os
 import random
 import shutil
 import signal
+import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -16,10 +21,11 @@ from runner import SAVE_STAGES, finish, start
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.optim.lr_scheduler import LambdaLR
 
-from common import checkpoint
+from common import checkpoint, commit, summing
+from common.cli import InputError
 from common.data import ResumableSampler
 from common.record import measure_file
-from common.writer import Writer, open_writer
+from common.writer import Writer, _LocalFiles, open_writer
 
 STEPS = 40
 EXACT = ("loss", "lr", "grad_norm", "epoch", "epoch_progress", "batches_left", "eval_loss")
@@ -146,7 +152,8 @@ def test_after_kill_9_in_a_later_epoch(straight, runs):
 def test_after_kill_9_in_a_save(straight, runs, stage):
     assert runs.finish("stopped", kill_in_save=(4, stage)) == -signal.SIGKILL
     trained, resumed_after = runs.stopped_after("stopped")
-    assert trained == 20
+    # What is no longer kept is deleted while the training goes on.
+    assert trained == 20 or (trained == 21 and stage == "committed")
     assert resumed_after == (20 if stage == "committed" else 15)
     assert runs.finish("stopped") == 0
     assert_same_training(straight, runs, trained, resumed_after)
@@ -303,3 +310,112 @@ def test_a_file_of_another_size_is_noticed(written):
         file.write(b"0")
     with pytest.raises(OSError, match=r"__0_0\.distcp has"):
         writer.measure()
+
+
+def check_that_a_disk_begins_early(folder: Path, monkeypatch) -> None:
+    """Save 20 tensors of 4,000 bytes, in stretches of 10,000: what is the disk asked, and when?"""
+    asked = []
+
+    def advise(file: int, offset: int, count: int, advice: int) -> None:
+        assert (count, advice) == (0, os.POSIX_FADV_DONTNEED), "all from there on"
+        asked.append((offset, os.fstat(file).st_size))
+
+    monkeypatch.setattr(summing, "STRETCH", 10_000)
+    monkeypatch.setattr(os, "posix_fadvise", advise)
+    monkeypatch.setattr(os, "fsync", lambda file: asked.append("sync"))
+    content = {f"number {n}": torch.full((1000,), n) for n in range(20)}
+    dcp.save(content, checkpoint_id=folder, storage_writer=open_writer(folder), no_dist=True)
+    stretches = asked[: asked.index("sync")]
+    offsets = [offset for offset, _ in stretches]
+    assert offsets[:1] == [0] and len(offsets) >= 7, "nothing is left for the end"
+    assert all(10_000 <= b - a < 20_000 for a, b in pairwise(offsets))
+    assert all(size > offset for offset, size in stretches), "asked for what is not there"
+
+
+needs_advice = pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="Linux")
+
+
+@needs_advice
+def test_a_disk_begins_before_the_file_is_complete(tmp_path, monkeypatch):
+    check_that_a_disk_begins_early(tmp_path, monkeypatch)
+
+
+@needs_advice
+def test_planted_file_that_is_left_for_the_end_is_noticed(tmp_path, monkeypatch):
+    monkeypatch.setattr(_LocalFiles, "early", False)
+    with pytest.raises(AssertionError, match="left for the end"):
+        check_that_a_disk_begins_early(tmp_path, monkeypatch)
+
+
+# --- what is no longer kept ---
+
+
+def check_that_nobody_waits_for_a_removal(folder: Path, monkeypatch) -> None:
+    """Save three checkpoints of which one is kept, on a disk that deletes when it is told to."""
+    may_delete, events = threading.Event(), []
+
+    def remove(path: Path) -> None:
+        may_delete.wait(5)
+        time.sleep(0.3)
+        events.append(f"removed {path.name}")
+        shutil.rmtree(path)
+
+    def note_room(*args: object) -> None:
+        make_room(*args)
+        events.append("made room")
+
+    make_room = checkpoint.make_room
+    monkeypatch.setattr(commit, "remove_folder", remove)
+    monkeypatch.setattr(checkpoint, "make_room", note_room)
+    for step in (1, 2):
+        checkpoint.write_content(folder, {"state": {"step": step}}, {}, keep=1)
+    assert events == ["made room"] * 2, "waited for the removal"
+    (record,) = json.loads((folder / "state.json").read_text())["checkpoints"]
+    assert record["step"] == 2
+    may_delete.set()
+    checkpoint.write_content(folder, {"state": {"step": 3}}, {}, keep=1)
+    commit.finish_removal()
+    removed = [f"removed step-0000000{step}" for step in (1, 2)]
+    assert events == ["made room", "made room", removed[0], "made room", removed[1]]
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-00000003"]
+
+
+def test_nobody_waits_for_a_removal(tmp_path, monkeypatch):
+    check_that_nobody_waits_for_a_removal(tmp_path, monkeypatch)
+
+
+class WaitingExecutor(ThreadPoolExecutor):
+    def shutdown(self, wait: bool = True) -> None:
+        super().shutdown(wait=True)
+
+
+@pytest.mark.parametrize(
+    ("name", "planted", "seen"),
+    [
+        ("ThreadPoolExecutor", WaitingExecutor, "waited for the removal"),
+        ("finish_removal", lambda: None, "made room"),
+    ],
+)
+def test_planted_removal_at_the_wrong_time(tmp_path, monkeypatch, name, planted, seen):
+    finish_removal = commit.finish_removal
+    monkeypatch.setattr(commit, name, planted)
+    with pytest.raises(AssertionError, match=seen):
+        check_that_nobody_waits_for_a_removal(tmp_path, monkeypatch)
+    while commit._removals:  # two at a time take folders from each other
+        with contextlib.suppress(FileNotFoundError):
+            finish_removal()
+
+
+def test_a_removal_that_fails_ends_the_next_save(tmp_path, monkeypatch):
+    """Else a disk would fill with checkpoints that nobody wants."""
+
+    def refuse(path: Path) -> None:
+        raise PermissionError(errno.EACCES, "Permission denied", str(path))
+
+    monkeypatch.setattr(commit, "remove_folder", refuse)
+    for step in (1, 2):
+        checkpoint.write_content(tmp_path, {"state": {"step": step}}, {}, keep=1)
+    with pytest.raises(InputError, match=r"step 3 could not be written .*\(Permission denied\)"):
+        checkpoint.write_content(tmp_path, {"state": {"step": 3}}, {}, keep=1)
+    (record,) = json.loads((tmp_path / "state.json").read_text())["checkpoints"]
+    assert record["step"] == 2, "the one before stays in force"

@@ -185,7 +185,7 @@ def note_saves(script, path: str) -> None:
     """
 
     from common import async_checkpoint, commit
-    from common.writer import _SummingStream
+    from common.summing import SummingStream
 
     def note(name: str, start: float, seconds: float) -> None:
         with Path(path).open("a") as file:
@@ -206,7 +206,7 @@ def note_saves(script, path: str) -> None:
 
     written, begun = [0.0], [0.0]  # seconds of all writes, and when the last collection began
 
-    def write(stream, data: object, function=_SummingStream.write) -> int:
+    def write(stream, data: object, function=SummingStream.write) -> int:
         start = time.perf_counter()
         count = function(stream, data)
         written[0] += time.perf_counter() - start
@@ -239,7 +239,7 @@ def note_saves(script, path: str) -> None:
     async_checkpoint.write_content = timed("write", async_checkpoint.write_content)
     script.AsyncCheckpoints = Noting
     script.save_checkpoint = not_last(timed("save", script.save_checkpoint))
-    _SummingStream.write = write
+    SummingStream.write = write
     os.fsync = timed("disk", os.fsync, part=True)
     commit._remove_all_but = timed("removal", commit._remove_all_but, part=True)
     gc.callbacks.append(collected)
