@@ -1,16 +1,19 @@
 """A new checkpoint in state.json, in an order that a kill at any moment cannot harm."""
 
 import json
+import logging
 import os
 import re
 import shutil
-from concurrent.futures import Future, ThreadPoolExecutor
+import threading
 from pathlib import Path
 
 from common.record import FORMAT
 from common.remote import exists, is_folder, is_remote, local_side, put, remove_folder
 
-_removals: list[Future] = []  # what a thread deletes while the training goes on: one at most
+logger = logging.getLogger(__name__)
+
+_removals: list[threading.Thread] = []  # what is deleted while the training goes on: one at most
 
 
 def commit_checkpoint(
@@ -34,40 +37,53 @@ def commit_checkpoint(
         unfinished.replace(run_dir / path)
     records = [*records, {"step": step, "path": path.as_posix(), "files": files}][-keep:]
     _write_record(run_dir, training, records)
-    # In a thread: the new one is safe, and the training need not wait while a disk deletes.
-    thread = ThreadPoolExecutor(max_workers=1)
-    _removals.append(thread.submit(_remove_all_but, records, run_dir))
-    thread.shutdown(wait=False)  # the process still ends only after it
+    if is_remote(run_dir):
+        _remove_all_but(records, run_dir)
+        return
+    # The new one is safe, and the training need not wait while a disk deletes.
+    removal = threading.Thread(target=_try_removal, args=(records, run_dir))
+    try:
+        removal.start()
+        _removals.append(removal)
+    except RuntimeError:  # where AsyncCheckpoints commits while its process ends, no thread starts
+        _try_removal(records, run_dir)
+
+
+def _try_removal(records: list[dict], run_dir: Path) -> None:
+    try:
+        _remove_all_but(records, run_dir)
+    except OSError as error:
+        name = error.filename or run_dir / "checkpoints"
+        logger.warning("an older checkpoint cannot be deleted: %s (%s)", name, error.strerror)
 
 
 def finish_removal() -> None:
-    """Wait until what the last commit does not keep is gone. Raises OSError if that failed."""
+    """Wait until nothing is being deleted any more."""
     while _removals:
-        _removals.pop().result()
+        _removals.pop().join()
 
 
 def make_room(run_dir: Path, unfinished: Path, step: int, training: dict[str, object]) -> None:
-    """Remove what a kill has left where the checkpoint of this step will be written.
+    """Remove what state.json does not name, before the checkpoint of this step is written.
 
-    At an address that is its final place. A record that names it goes first: else a kill while it
-    is written again would leave the old record for new files.
+    That is what could not be deleted before, and what a kill has left: then there is never more
+    than one checkpoint beside those that are kept. Raises OSError where one cannot be deleted.
 
-    First what is still being deleted must be gone: there is never more than one beside those that
-    are kept. Raises OSError if that, or this, failed.
+    At an address this one is written in its final place. A record that names it goes first: else a
+    kill while it is written again would leave the old record for new files.
     """
     finish_removal()
     if is_remote(run_dir):
         _remove_all_but(_drop_stale(run_dir, step, training), run_dir)
-    else:
-        shutil.rmtree(unfinished, ignore_errors=True)
+        return
+    shutil.rmtree(unfinished, ignore_errors=True)
+    if records := _read_records(run_dir):
+        _remove_all_but(records, run_dir)
 
 
 def _drop_stale(run_dir: Path, step: int, training: dict[str, object]) -> list[dict]:
     """Return the records that stand before a new one of this step, and remove all others."""
-    record_file = run_dir / "state.json"
-    records = []
-    if exists(record_file):
-        records = json.loads(record_file.read_text(encoding="utf-8"))["checkpoints"]
+    records = _read_records(run_dir)
     # A checkpoint of this step or a later one is left from before a kill or a return to an older
     # one. It is trained again, so it is in the way.
     stale = [r for r in records if r["step"] >= step or not is_folder(run_dir / r["path"])]
@@ -75,6 +91,11 @@ def _drop_stale(run_dir: Path, step: int, training: dict[str, object]) -> list[d
     if stale:  # or a kill after the renaming would leave old checksums for new files
         _write_record(run_dir, training, records)
     return records
+
+
+def _read_records(run_dir: Path) -> list[dict]:
+    file = run_dir / "state.json"
+    return json.loads(file.read_text(encoding="utf-8"))["checkpoints"] if exists(file) else []
 
 
 def _remove_all_but(records: list[dict], run_dir: Path) -> None:

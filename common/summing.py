@@ -7,7 +7,7 @@ from pathlib import Path, PurePosixPath
 
 import xxhash
 
-STRETCH = 32 * 2**20  # bytes of a file that a disk is given at once
+STRETCH = 32 * 2**20  # bytes of a file that a disk is given at once, at least
 
 
 class Summed:

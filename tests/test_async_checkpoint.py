@@ -53,7 +53,9 @@ def test_after_kill_9_while_it_is_written(runs, straight, stage):
     assert finish(ranks.processes[0]) == -signal.SIGKILL and finish(ranks.processes[1]) == 1
     trained, resumed_after = len(runs.samples(name, 0)), newest_step(runs.folder / name)
     assert resumed_after == (20 if stage == "committed" else 15)
-    assert 20 <= trained <= 25, "the checkpoint of step 25 waits for that of step 20"
+    # The checkpoint of step 25 waits for that of step 20, and for what that has deleted, in which
+    # case only the checkpoint of step 30 waits for it.
+    assert 20 <= trained <= (30 if stage == "committed" else 25)
     assert start_ranks(runs, name, ASYNC).finish() == [0, 0]
     assert_exact(straight, runs.folder / name)
     samples = runs.samples("straight", 0)

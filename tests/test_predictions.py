@@ -270,10 +270,10 @@ def test_steps_around_a_save():
 
 
 def test_parts_of_a_save():
-    """Two saves, between them what belongs to neither, and a removal that outlasts the second."""
+    """Two saves, between them what belongs to neither, and two removals that go on beside one."""
     calls = [("garbage", 0.5, 10.1), ("disk", 0.25, 10.6), ("disk", 0.25, 11.0)]
-    calls += [("save", 2.0, 10.0), ("sums and file cache", 0.5, 10.0), ("garbage", 9.0, 13.0)]
-    calls += [("removal", 0.5, 20.75), ("save", 1.0, 20.0)]
+    calls += [("save", 2.0, 10.0), ("sums and file cache", 0.5, 10.0), ("garbage", 4.0, 13.0)]
+    calls += [("removal", 0.5, 20.875), ("save", 1.0, 20.0), ("removal", 1.0, 19.125)]
     saves = [{"what": what, "seconds": seconds, "at": at} for what, seconds, at in calls]
     rows = [{"label": label, "runs": [{"saves": saves}]} for label in ("async", "sync")]
     _, _, *shown = report.gpt2_checkpoint_parts({"rows": rows}, {"rows": rows})

@@ -363,15 +363,13 @@ def test_packages_that_are_missing(refuse, monkeypatch):
 
 
 def save(run_dir: Path, step: int, value: float, keep: int = 2) -> None:
-    """Save a checkpoint of a model whose numbers are all this one, and see the removal through."""
+    """Save a checkpoint of a model whose numbers are all this one."""
     model = nn.Linear(3, 2)
     for parameter in model.parameters():
         nn.init.constant_(parameter, value)
     optimizer = torch.optim.AdamW(model.parameters())
     schedule = LambdaLR(optimizer, lambda step: 1.0)
     checkpoint.save_checkpoint(run_dir, model, optimizer, schedule, {"step": step}, TRAINING, keep)
-    with remote.plain_errors():
-        commit.finish_removal()
 
 
 def load(run_dir: Path) -> tuple[int, float]:
@@ -440,8 +438,6 @@ def fail_at_each_request(
                 save(run_dir, *then)
             except InputError as error:
                 assert "(planted): see that it can be reached" in str(error)
-            except OSError as error:  # of the removal
-                assert error.strerror == "planted"
         if requests.count < number:
             assert load(run_dir) == then
             return number - 1

@@ -1,6 +1,5 @@
 """A run that was stopped, however it was stopped, goes on as if it had not been."""
 
-import contextlib
 import errno
 import json
 import os
@@ -9,7 +8,6 @@ import shutil
 import signal
 import threading
 import time
-from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
 from pathlib import Path
 
@@ -152,8 +150,8 @@ def test_after_kill_9_in_a_later_epoch(straight, runs):
 def test_after_kill_9_in_a_save(straight, runs, stage):
     assert runs.finish("stopped", kill_in_save=(4, stage)) == -signal.SIGKILL
     trained, resumed_after = runs.stopped_after("stopped")
-    # What is no longer kept is deleted while the training goes on.
-    assert trained == 20 or (trained == 21 and stage == "committed")
+    # What is no longer kept is deleted while the training goes on, until the next save.
+    assert 20 <= trained <= (25 if stage == "committed" else 20)
     assert resumed_after == (20 if stage == "committed" else 15)
     assert runs.finish("stopped") == 0
     assert_same_training(straight, runs, trained, resumed_after)
@@ -313,22 +311,22 @@ def test_a_file_of_another_size_is_noticed(written):
 
 
 def check_that_a_disk_begins_early(folder: Path, monkeypatch) -> None:
-    """Save 20 tensors of 4,000 bytes, in stretches of 10,000: what is the disk asked, and when?"""
+    """Save 20 tensors of 1 MB, in stretches of 2.5 MB: what is the disk asked, and when?"""
     asked = []
 
     def advise(file: int, offset: int, count: int, advice: int) -> None:
         assert (count, advice) == (0, os.POSIX_FADV_DONTNEED), "all from there on"
         asked.append((offset, os.fstat(file).st_size))
 
-    monkeypatch.setattr(summing, "STRETCH", 10_000)
+    monkeypatch.setattr(summing, "STRETCH", 2_500_000)
     monkeypatch.setattr(os, "posix_fadvise", advise)
     monkeypatch.setattr(os, "fsync", lambda file: asked.append("sync"))
-    content = {f"number {n}": torch.full((1000,), n) for n in range(20)}
+    content = {f"number {n}": torch.full((250_000,), float(n)) for n in range(20)}
     dcp.save(content, checkpoint_id=folder, storage_writer=open_writer(folder), no_dist=True)
     stretches = asked[: asked.index("sync")]
     offsets = [offset for offset, _ in stretches]
-    assert offsets[:1] == [0] and len(offsets) >= 7, "nothing is left for the end"
-    assert all(10_000 <= b - a < 20_000 for a, b in pairwise(offsets))
+    assert offsets[:1] == [0] and len(offsets) >= 6, "nothing is left for the end"
+    assert all(2_500_000 <= b - a < 5_000_000 for a, b in pairwise(offsets))
     assert all(size > offset for offset, size in stretches), "asked for what is not there"
 
 
@@ -355,7 +353,7 @@ def check_that_nobody_waits_for_a_removal(folder: Path, monkeypatch) -> None:
     may_delete, events = threading.Event(), []
 
     def remove(path: Path) -> None:
-        may_delete.wait(5)
+        may_delete.wait(1)
         time.sleep(0.3)
         events.append(f"removed {path.name}")
         shutil.rmtree(path)
@@ -375,8 +373,7 @@ def check_that_nobody_waits_for_a_removal(folder: Path, monkeypatch) -> None:
     may_delete.set()
     checkpoint.write_content(folder, {"state": {"step": 3}}, {}, keep=1)
     commit.finish_removal()
-    removed = [f"removed step-0000000{step}" for step in (1, 2)]
-    assert events == ["made room", "made room", removed[0], "made room", removed[1]]
+    assert events[2:] == ["removed step-00000001", "made room", "removed step-00000002"], "too soon"
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-00000003"]
 
 
@@ -384,38 +381,64 @@ def test_nobody_waits_for_a_removal(tmp_path, monkeypatch):
     check_that_nobody_waits_for_a_removal(tmp_path, monkeypatch)
 
 
-class WaitingExecutor(ThreadPoolExecutor):
-    def shutdown(self, wait: bool = True) -> None:
-        super().shutdown(wait=True)
+class WaitingThread(threading.Thread):
+    def start(self) -> None:
+        super().start()
+        self.join()
 
 
 @pytest.mark.parametrize(
-    ("name", "planted", "seen"),
+    ("planted", "seen"),
     [
-        ("ThreadPoolExecutor", WaitingExecutor, "waited for the removal"),
-        ("finish_removal", lambda: None, "made room"),
+        (("threading.Thread", WaitingThread), "waited for the removal"),
+        # Or the next save, which deletes what is left, finds that a folder goes while it does.
+        (("finish_removal", lambda: None), "too soon|No such file"),
     ],
+    ids=["awaited", "not before the next"],
 )
-def test_planted_removal_at_the_wrong_time(tmp_path, monkeypatch, name, planted, seen):
+def test_planted_removal_at_the_wrong_time(tmp_path, monkeypatch, planted, seen):
     finish_removal = commit.finish_removal
-    monkeypatch.setattr(commit, name, planted)
-    with pytest.raises(AssertionError, match=seen):
+    monkeypatch.setattr(f"common.commit.{planted[0]}", planted[1])
+    with pytest.raises((AssertionError, InputError), match=seen):
         check_that_nobody_waits_for_a_removal(tmp_path, monkeypatch)
-    while commit._removals:  # two at a time take folders from each other
-        with contextlib.suppress(FileNotFoundError):
-            finish_removal()
+    finish_removal()
 
 
-def test_a_removal_that_fails_ends_the_next_save(tmp_path, monkeypatch):
-    """Else a disk would fill with checkpoints that nobody wants."""
+def test_what_cannot_be_deleted_is_said_and_tried_again(tmp_path, monkeypatch, caplog):
+    """By the next save, which fails if that does: else a disk would fill with checkpoints."""
+    refused = []
 
     def refuse(path: Path) -> None:
+        refused.append(path.name)
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
-    monkeypatch.setattr(commit, "remove_folder", refuse)
-    for step in (1, 2):
+    def save(step: int) -> None:
         checkpoint.write_content(tmp_path, {"state": {"step": step}}, {}, keep=1)
-    with pytest.raises(InputError, match=r"step 3 could not be written .*\(Permission denied\)"):
-        checkpoint.write_content(tmp_path, {"state": {"step": 3}}, {}, keep=1)
+        commit.finish_removal()
+
+    save(1)
+    with monkeypatch.context() as patch:
+        patch.setattr(commit, "remove_folder", refuse)
+        save(2)
+        old = tmp_path / "checkpoints/step-00000001"
+        said = f"an older checkpoint cannot be deleted: {old} (Permission denied)"
+        assert said in caplog.messages
+        with pytest.raises(InputError, match=r"step 3 could not be .*\(Permission denied\)"):
+            save(3)
+    assert refused == ["step-00000001"] * 2
     (record,) = json.loads((tmp_path / "state.json").read_text())["checkpoints"]
     assert record["step"] == 2, "the one before stays in force"
+    save(4)
+    assert [path.name for path in old.parent.iterdir()] == ["step-00000004"]
+
+
+def test_where_no_thread_starts_it_is_deleted_at_once(tmp_path, monkeypatch):
+    """As while a process ends, in newer versions of Python."""
+
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't create new thread at interpreter shutdown")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    for step in (1, 2):
+        checkpoint.write_content(tmp_path, {"state": {"step": step}}, {}, keep=1)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000002"]

@@ -821,9 +821,9 @@ def gpt2_checkpoint_parts(before, now) -> list[str]:
             begin, end = save["at"], save["at"] + save["seconds"]
             seconds = dict.fromkeys(PARTS, 0.0)
             for call in calls:
-                if call["what"] in PARTS and begin <= call["at"] < end:
-                    # What a thread deletes goes on beside the training.
-                    seconds[call["what"]] += min(call["seconds"], end - call["at"])
+                if call["what"] in PARTS:  # what a thread deletes goes on beside the training
+                    within = min(call["at"] + call["seconds"], end) - max(call["at"], begin)
+                    seconds[call["what"]] += max(0.0, within)
             times = [save["seconds"], *seconds.values(), save["seconds"] - sum(seconds.values())]
             rows.append(f"| {asked} | {n} | {' | '.join(f'{time:.2f}' for time in times)} |")
     return rows
