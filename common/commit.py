@@ -77,7 +77,7 @@ def make_room(run_dir: Path, unfinished: Path, step: int, training: dict[str, ob
         _remove_all_but(_drop_stale(run_dir, step, training), run_dir)
         return
     shutil.rmtree(unfinished, ignore_errors=True)
-    if records := _read_records(run_dir):
+    if records := _read_records(run_dir):  # without them nobody has said what may go
         _remove_all_but(records, run_dir)
 
 

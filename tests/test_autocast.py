@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 import torch
 import xxhash
-from conftest import CHAPTERS, ROOT, random_texts, read_metrics, run_script
+from conftest import CHAPTERS, ROOT, random_texts, read_metrics, replace_in, run_script
 from runner import Series, finish, start
 from test_chapter_diffs import ROT as RULES
 from test_resume import EXACT
@@ -63,11 +63,8 @@ def patch(chapter: str, folder: Path, replaced: tuple[tuple[str, str], ...] = ()
     shutil.copy(ROOT / chapter / "train_llm.py", script)
     done = apply(diff_file(chapter), folder)
     assert done.returncode == 0 and "Applied patch" in done.stderr, done.stderr
-    text = script.read_text()
     for right, wrong in replaced:
-        assert text.count(right) == 1, right
-        text = text.replace(right, wrong)
-    script.write_text(text)
+        replace_in(script, right, wrong)
     return script.parent
 
 

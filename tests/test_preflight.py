@@ -21,7 +21,15 @@ import pytest
 import torch
 import torch.distributed as dist
 from cluster import PATIENCE_S, Cluster, need_cluster
-from conftest import ROOT, TORCHRUN, first_then_slow, free_port, quick_commands, run_script
+from conftest import (
+    ROOT,
+    TORCHRUN,
+    first_then_slow,
+    free_port,
+    quick_commands,
+    replace_in,
+    run_script,
+)
 from runner import Ranks, finish, load_script, place_of, start
 from test_multi_node import NODES, Lab
 from torch.distributed import TCPStore
@@ -689,9 +697,8 @@ def test_as_a_line_of_the_job_file(cluster, tmp_path):
             shutil.copytree(path, tmp_path / "copy" / path.name)
     job = tmp_path / "copy/03-multi-node/job.sbatch"
     place = "# This shell outlives the signals"
-    assert job.read_text().count(place) == 1
     line = block_of_the_page("${HEAD%:*}").replace("|| exit", "--max-bytes 4096 || exit")
-    job.write_text(job.read_text().replace(place, line + place))
+    replace_in(job, place, line + place)
     env = {"PYTHONPATH": tmp_path / "copy", "DATA": tmp_path / "corpus.json", "NPROC_PER_NODE": 2}
     number = lab.submit(job, "checked", "--max-steps", 4, **env)
     assert lab.ends(number) == "COMPLETED", lab.log("checked")
@@ -703,7 +710,7 @@ def test_as_a_line_of_the_job_file(cluster, tmp_path):
     old = f"export PYTHONPATH={tmp_path}/old:{tmp_path}/copy;"
     there = f"if [[ $(hostname) == node2 ]]; then {old} fi; exec {quick_commands()}/python"
     words = f"=2 bash -c '{there} \"$@\"' task 03"
-    job.write_text(job.read_text().replace('=2 "$PYTHON" 03', words))
+    replace_in(job, '=2 "$PYTHON" 03', words)
     number = lab.submit(job, "refused", "--max-steps", 4, **env)
     assert lab.ends(number) == "FAILED", lab.log("refused")
     assert "Not sound, 1 fault: code: node2 has " in lab.log("refused")

@@ -388,17 +388,17 @@ class WaitingThread(threading.Thread):
 
 
 @pytest.mark.parametrize(
-    ("planted", "seen"),
+    ("name", "planted", "seen"),
     [
-        (("threading.Thread", WaitingThread), "waited for the removal"),
+        ("threading.Thread", WaitingThread, "waited for the removal"),
         # Or the next save, which deletes what is left, finds that a folder goes while it does.
-        (("finish_removal", lambda: None), "too soon|No such file"),
+        ("finish_removal", lambda: None, "too soon|No such file"),
     ],
     ids=["awaited", "not before the next"],
 )
-def test_planted_removal_at_the_wrong_time(tmp_path, monkeypatch, planted, seen):
+def test_planted_removal_at_the_wrong_time(tmp_path, monkeypatch, name, planted, seen):
     finish_removal = commit.finish_removal
-    monkeypatch.setattr(f"common.commit.{planted[0]}", planted[1])
+    monkeypatch.setattr(f"common.commit.{name}", planted)
     with pytest.raises((AssertionError, InputError), match=seen):
         check_that_nobody_waits_for_a_removal(tmp_path, monkeypatch)
     finish_removal()

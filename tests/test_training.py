@@ -51,16 +51,10 @@ def test_accumulation_gives_the_same_losses(train, model):
 
 def test_a_loss_that_is_not_divided_is_noticed(train, tmp_path, monkeypatch):
     """The planted bug adds up the micro-batches' gradients without taking their mean."""
-    source = (ROOT / SCRIPT).read_text()
-    right = "loss = model(**batch).loss / accumulation"
-    wrong = "loss = model(**batch).loss"
-    assert right in source
-    (tmp_path / "chapter").mkdir()
-    (tmp_path / "chapter/train_llm.py").write_text(source.replace(right, wrong))
+    replaced = "loss = model(**batch).loss / accumulation", "loss = model(**batch).loss"
+    wrong = plant("01-single-gpu", tmp_path / "chapter", [replaced])
     once = train(*FAST, "--global-batch-size", 8, "-b", 8, name="once")
-    broken = train(
-        *(*FAST, "--global-batch-size", 8, "-b", 2), name="broken", chapter=tmp_path / "chapter"
-    )
+    broken = train(*FAST, "--global-batch-size", 8, "-b", 2, name="broken", chapter=wrong)
     assert broken[0]["loss"] == pytest.approx(4 * once[0]["loss"], rel=1e-3)
     assert broken[0]["grad_norm"] == pytest.approx(4 * once[0]["grad_norm"], rel=1e-3)
 

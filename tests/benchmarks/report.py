@@ -809,6 +809,17 @@ PARTS = {
 }
 
 
+def seconds_within(save: dict, calls: list[dict]) -> list[float]:
+    """Return how long each of the PARTS takes while the save does: a thread's goes on after it."""
+    begin, end = save["at"], save["at"] + save["seconds"]
+    seconds = dict.fromkeys(PARTS, 0.0)
+    for call in calls:
+        if call["what"] in PARTS:
+            within = min(call["at"] + call["seconds"], end) - max(call["at"], begin)
+            seconds[call["what"]] += max(0.0, within)
+    return list(seconds.values())
+
+
 @table(result("gpt2_checkpoint_parts"), result("gpt2_checkpoint"))
 def gpt2_checkpoint_parts(before, now) -> list[str]:
     """Return a row for each synchronous save, with the seconds of its parts."""
@@ -818,13 +829,8 @@ def gpt2_checkpoint_parts(before, now) -> list[str]:
         (row,) = (row for row in found["rows"] if row["label"] == "sync")
         calls = measured_runs(row)[0]["saves"]
         for n, save in enumerate((call for call in calls if call["what"] == "save"), start=1):
-            begin, end = save["at"], save["at"] + save["seconds"]
-            seconds = dict.fromkeys(PARTS, 0.0)
-            for call in calls:
-                if call["what"] in PARTS:  # what a thread deletes goes on beside the training
-                    within = min(call["at"] + call["seconds"], end) - max(call["at"], begin)
-                    seconds[call["what"]] += max(0.0, within)
-            times = [save["seconds"], *seconds.values(), save["seconds"] - sum(seconds.values())]
+            parts = seconds_within(save, calls)
+            times = [save["seconds"], *parts, save["seconds"] - sum(parts)]
             rows.append(f"| {asked} | {n} | {' | '.join(f'{time:.2f}' for time in times)} |")
     return rows
 
