@@ -3,7 +3,9 @@ PYTHON ?= python3
 BIN := .venv/bin
 SCRIPTS := $(wildcard [0-9][0-9]-*/train_llm.py)
 
-.PHONY: train diff lab test test-all lint format clean
+PYTEST := $(BIN)/python -m pytest -n auto --dist loadgroup --no-loadscope-reorder
+
+.PHONY: train diff lab check test test-all planted lint format clean
 
 train: .venv/.train  ## train chapter 1 on the built-in corpus: make train ARGS="-e my-run"
 	$(BIN)/python 01-single-gpu/train_llm.py $(ARGS)
@@ -16,11 +18,17 @@ lab: .venv/.lab  ## open a chapter's notebook: make lab CHAPTER=1
 	@case "$(CHAPTER)" in [1-$(words $(SCRIPTS))]) ;; *) echo "make lab CHAPTER=N: N is from 1 to $(words $(SCRIPTS))" >&2; exit 2 ;; esac
 	$(BIN)/jupyter lab 0$(CHAPTER)-*/lab.ipynb
 
-test: lint  ## lint, then all tests that this machine can run, less the slow ones
-	$(BIN)/python -m pytest -n 3 --dist loadgroup --no-loadscope-reorder -m "not slow"
+check: lint  ## what needs no training: lint, diffs, pages, units; run it after every change
+	$(PYTEST) -m check
+
+test: lint  ## all tests but the slow ones and the planted bugs
+	$(PYTEST) -m "not slow and not planted"
 
 test-all: lint  ## the slow ones too
-	$(BIN)/python -m pytest -n 3 --dist loadgroup --no-loadscope-reorder
+	$(PYTEST) -m "not planted"
+
+planted: .venv/.test  ## checks that must fail: trainings with a planted bug
+	$(PYTEST) -m planted
 
 lint: .venv/.test
 	$(BIN)/ruff check .

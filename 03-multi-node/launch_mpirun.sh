@@ -42,12 +42,13 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$THREADS}"
 export LAUNCH_COMMAND="HOSTS=$HOSTS bash 03-multi-node/launch_mpirun.sh"
 
 # mpirun hands on only the variables that are named.
-NAMES="PYTHONPATH|(MASTER|OMP|HF|WANDB|NCCL|GLOO|TORCH|PYTORCH|CUDA|LAUNCH)_.*"
+NAMES="PYTHONPATH|(OMP|HF|WANDB|NCCL|GLOO|TORCH|PYTORCH|CUDA|LAUNCH)_.*"
 NAMES+="${FORWARD:+|${FORWARD// /|}}"
-VARIABLES=()
+VARIABLES=(-x MASTER_ADDR -x MASTER_PORT)
 for VARIABLE in $(compgen -e | grep -xE "$NAMES"); do
     VARIABLES+=(-x "$VARIABLE")
 done
+[[ "$SAVE_DIR" == /* ]] || SAVE_DIR="$PWD/$SAVE_DIR"
 # --bind-to none: else all threads of a process share one core. --output-filename keeps what each
 # rank prints. A process that ends with another status than 0 ends all.
 exec mpirun \
@@ -55,6 +56,6 @@ exec mpirun \
     -host "$HOSTS" \
     --bind-to none \
     --mca plm_rsh_agent "${SSH:-ssh}" \
-    --output-filename "$(realpath -m "$SAVE_DIR/$NAME/logs")" \
+    --output-filename "$SAVE_DIR/$NAME/logs" \
     "${VARIABLES[@]}" \
     "$PYTHON" 03-multi-node/train_llm.py -e "$NAME" "$@"

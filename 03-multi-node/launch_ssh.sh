@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Chapter 3 on hosts that you reach by ssh, without a queue: starts launch_torchrun.sh on each of
-# them in the background, shows what they print, stops them. The hosts see this repository at the
-# same path, and bash is their login shell.
+# them in the background, shows what they print, stops them. The hosts run Linux and see this
+# repository at the same path, and bash is their login shell.
 #
 #   bash 03-multi-node/launch_ssh.sh start HOSTS_FILE -e my-run --max-steps 100
 #   bash 03-multi-node/launch_ssh.sh tail HOSTS_FILE -e my-run
@@ -26,7 +26,8 @@ VERB=${1:-}
     refuse "Say what to do: launch_ssh.sh start, tail or stop, then HOSTS_FILE and -e NAME."
 [[ -r "${2:-}" ]] ||
     refuse "Cannot read the hosts file '${2:-}': give a file with a host on each line."
-mapfile -t HOSTS < <(sed 's/#.*//; s/[[:space:]]//g; /^$/d' "$2")
+# In place of mapfile, which bash 3.2 does not have. At the end of the file, read returns 1.
+read -r -d '' -a HOSTS < <(sed 's/#.*//; s/[[:space:]]//g' "$2") || true
 ((${#HOSTS[@]})) || refuse "No host in $2: give a file with a host on each line."
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 shift 2
@@ -41,7 +42,8 @@ export NNODES=${NNODES:-${#HOSTS[@]}} HEAD=${HEAD:-${HOSTS[0]##*@}:${PORT:-29400
 PLAN=$("$PYTHON" -m common.plan "$@")
 { read -r NAME && read -r SAVE_DIR; } <<<"$PLAN"
 [[ " $*" == *" -e"* || " $*" == *" --experiment-name"* ]] || set -- -e "$NAME" "$@"
-LOGS="$(realpath -m "$SAVE_DIR/$NAME/logs")"
+[[ "$SAVE_DIR" == /* ]] || SAVE_DIR="$PWD/$SAVE_DIR"
+LOGS="$SAVE_DIR/$NAME/logs"
 RUNS="launch_torchrun.sh|--rdzv-id $NAME " # what a host runs, at first and then
 export LAUNCH_COMMAND="bash 03-multi-node/launch_ssh.sh start HOSTS_FILE"
 
@@ -54,9 +56,9 @@ on() {
 case "$VERB" in
 start)
     # ssh hands on no variables: these go along in the command.
-    NAMES="NNODES|HEAD|NPROC_PER_NODE|MAX_RESTARTS|LAST_CALL|PYTHON|PYTHONPATH"
+    NAMES="NPROC_PER_NODE|MAX_RESTARTS|LAST_CALL|PYTHON|PYTHONPATH"
     NAMES+="|(OMP|HF|WANDB|NCCL|GLOO|TORCH|PYTORCH|PET|CUDA|LAUNCH)_.*${FORWARD:+|${FORWARD// /|}}"
-    VARIABLES=()
+    VARIABLES=("NNODES=$NNODES" "HEAD=$HEAD")
     for VARIABLE in $(compgen -e | grep -xE "$NAMES"); do
         VARIABLES+=("$VARIABLE=${!VARIABLE}")
     done
@@ -82,7 +84,7 @@ tail)
         # Not through `on`: the job has to be ssh itself, to be ended with this.
         # shellcheck disable=SC2029,SC2086
         ${SSH:-ssh} "$HOST" "tail -n 20 -F $(printf %q "$LOGS/$HOST.log")" \
-            > >(sed -u "s/^/$HOST: /") &
+            > >(while IFS= read -r LINE; do echo "$HOST: $LINE"; done) &
     done
     wait
     ;;

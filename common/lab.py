@@ -3,31 +3,42 @@
 `%load_ext common.lab` in a notebook gives it the magic `%%ranks N`, which runs a cell on N ranks.
 """
 
+import contextlib
 import json
 import os
+import runpy
 import shlex
 import subprocess
 import sys
 import tempfile
+import traceback
 import warnings
 from pathlib import Path
 
 import torch
+from torch.distributed import TCPStore
 
 ROOT = Path(__file__).resolve().parents[1]
-_folder = tempfile.TemporaryDirectory(prefix="lab-")  # on import: each notebook has one, alone
-FOLDER = Path(_folder.name)  # of the runs; gone when the notebook's kernel ends
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
+if "LAB_FOLDER" in os.environ:  # this process is a rank
+    FOLDER = Path(os.environ["LAB_FOLDER"])
+else:  # of the runs; each notebook has its own, and it is deleted when the notebook's kernel ends
+    _folder = tempfile.TemporaryDirectory(prefix="lab-")
+    FOLDER = Path(_folder.name)
+# A process of its own: a notebook's kernel has threads, so it must not fork.
+START = """from common import lab
+if __name__ == "__main__":
+    lab.start()
+"""
 
 
 def load_ipython_extension(shell) -> None:
-    """Give a notebook the magic, the same figures everywhere, and no GPU.
+    """Give a notebook the magic `%%ranks`, figures of one size, one thread and no GPU.
 
-    Without one its numbers are the same on each machine that has the same processor and versions.
+    With these its numbers are nearly the same on all machines that have the same versions.
     """
     import matplotlib.pyplot as plt
 
-    warnings.filterwarnings("ignore", message="IProgress")  # its bars would not come out again
+    warnings.filterwarnings("ignore", message="IProgress")  # progress bars differ from run to run
     os.environ |= {"CUDA_VISIBLE_DEVICES": "", "WANDB_MODE": "disabled", "OMP_NUM_THREADS": "1"}
     torch.set_num_threads(1)
     plt.rcParams |= {
@@ -48,37 +59,65 @@ def load_ipython_extension(shell) -> None:
 def ranks(world_size: int, source: str) -> list[dict]:
     """Run source code on so many ranks, print what each prints, and return what each kept.
 
-    Raises RuntimeError with the end of the first error's traceback where a rank fails.
+    Raises RuntimeError with the traceback of the rank that failed first.
     """
     folder = Path(tempfile.mkdtemp(dir=FOLDER))
-    script = folder / "cell.py"
-    script.write_text(source)
-    logs = ("--log-dir", folder / "logs", "--redirects", "3", "--max-restarts", "0")
-    command = [sys.executable, *TORCHRUN, world_size, *logs, script]
+    (folder / "cell.py").write_text(source)
+    (folder / "start.py").write_text(START)
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)  # at a free port
+    env = {
+        "LAB_FOLDER": folder,
+        "WORLD_SIZE": world_size,
+        "MASTER_ADDR": "localhost",
+        "MASTER_PORT": store.port,
+        "TORCHELASTIC_USE_AGENT_STORE": True,  # rank 0 connects to the store, as the others do
+        "PYTHONWARNINGS": "ignore",
+    }
     done = subprocess.run(
-        [str(part) for part in command],
+        [os.environ.get("PYTHON_EXEC", sys.executable), folder / "start.py"],
         cwd=ROOT,
-        env={**os.environ, "LAB_FOLDER": str(folder), "PYTHONWARNINGS": "ignore"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.STDOUT,
+        env={**os.environ, **{key: str(value) for key, value in env.items()}},
+        capture_output=True,
         text=True,
     )
-    said = {int(path.parent.name): path for path in (folder / "logs").rglob("stdout.log")}
     for rank in range(world_size):
-        for line in said[rank].read_text().splitlines() if rank in said else ():
+        printed = folder / f"rank-{rank}.txt"
+        for line in printed.read_text().splitlines() if printed.exists() else ():
             print(f"[rank {rank}] {line}")
     if done.returncode:
-        # Who fails first writes first; the others then miss it, and say that.
-        ends = sorted((folder / "logs").rglob("stderr.log"), key=lambda path: path.stat().st_mtime)
-        errors = (path.read_text() for path in ends)
-        raise RuntimeError(next((text for text in errors if "Error" in text), done.stdout)[-2000:])
+        error = folder / "error.txt"
+        raise RuntimeError((error.read_text() if error.exists() else done.stderr)[-2000:])
     files = [folder / f"rank-{rank}.pt" for rank in range(world_size)]
     return [torch.load(file) if file.exists() else {} for file in files]
 
 
+def start() -> None:
+    """Import once what all ranks need, then fork them: an import takes longer than most cells."""
+    import transformers.models.gpt2.modeling_gpt2  # noqa: F401
+
+    import common.data  # noqa: F401
+
+    method = "fork" if sys.platform == "linux" else "spawn"
+    world_size = int(os.environ["WORLD_SIZE"])
+    torch.multiprocessing.start_processes(run_cell, nprocs=world_size, start_method=method)
+
+
+def run_cell(rank: int) -> None:
+    """Be a rank: run the cell; what it prints and why it failed goes to files."""
+    os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank)}
+    try:
+        with (FOLDER / f"rank-{rank}.txt").open("w") as out, contextlib.redirect_stdout(out):
+            runpy.run_path(str(FOLDER / "cell.py"), run_name="__main__")
+    except Exception:
+        # The first rank that fails creates the file. The others then fail because it is gone.
+        with contextlib.suppress(FileExistsError), (FOLDER / "error.txt").open("x") as file:
+            traceback.print_exc(file=file)
+        sys.exit(1)
+
+
 def keep(**values: object) -> None:
     """Hand tensors, numbers, lists and dictionaries to the notebook; a rank may call it once."""
-    torch.save(values, Path(os.environ["LAB_FOLDER"]) / f"rank-{os.environ['RANK']}.pt")
+    torch.save(values, FOLDER / f"rank-{os.environ['RANK']}.pt")
 
 
 def train(script: str, *args: object, world_size: int = 1, name: str) -> list[dict]:
@@ -89,9 +128,11 @@ def train(script: str, *args: object, world_size: int = 1, name: str) -> list[di
     Raises RuntimeError with what the script says where it fails.
     """
     shown = shlex.join([script, *map(str, args), "-e", name])
-    launcher = [] if script.startswith("01") else [*TORCHRUN, str(world_size)]
-    torchrun = f"torchrun --standalone --nproc-per-node {world_size}"
-    print(f"{torchrun if launcher else 'python'} {shown}")
+    torchrun = ["--standalone", "--nproc-per-node", str(world_size)]
+    launcher = ["-m", "torch.distributed.run", *torchrun, "--log-dir", str(FOLDER / "torchrun")]
+    if script.startswith("01"):
+        launcher = []
+    print(shlex.join(["torchrun", *torchrun] if launcher else ["python"]), shown)
     command = [sys.executable, *launcher, *shlex.split(shown), "--save-dir", str(FOLDER)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     if done.returncode:

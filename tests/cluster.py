@@ -1,13 +1,12 @@
 """A Slurm cluster for the tests: the chapter's own local_cluster.sh, up once for all of them."""
 
-import fcntl
+import contextlib
 import os
 import re
 import shlex
 import subprocess
-import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -123,18 +122,40 @@ def need_cluster() -> None:
         give_up(result.stderr.strip())
 
 
-@pytest.fixture(scope="session")
-def cluster():
-    """Yield a cluster of node1 and node2, which is up until the last test has ended.
+@contextlib.contextmanager
+def running_cluster(nodes: int = 2) -> Iterator[Cluster]:
+    """Yield a cluster whose name and network nothing else uses; take it down in the end.
 
-    Each process of pytest-xdist has one of its own.
+    A shell does both. It takes the cluster down when its input is closed, which the system also
+    does when this process is killed. It has no TMPDIR, since processes that have the one of a test
+    session are killed when the session ends.
     """
     need_cluster()
-    worker = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
-    cluster = Cluster("tests" + "abcdefgh"[worker], f"10.99.{worker}")
-    with Path(tempfile.gettempdir(), f"{cluster.name}-cluster.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # one test session at a time
-        cluster.down()  # what a killed session has left
-        cluster.up()
+    shell = 'bash "$0" up "$1" || exit; read -r; exec bash "$0" down &>/dev/null'
+    said = ""
+    for number in range(256):
+        name = f"tests{chr(97 + number // 26)}{chr(97 + number % 26)}"
+        cluster = Cluster(name, f"10.99.{number}")
+        with subprocess.Popen(
+            ["bash", "-c", shell, SCRIPT, str(nodes)],
+            env={key: value for key, value in cluster.env.items() if key != "TMPDIR"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            start_new_session=True,  # Ctrl-C does not reach it
+        ) as process:
+            if process.stdout.readline():
+                yield cluster
+            else:
+                said = process.stderr.read()
+        if process.returncode != 2:  # 2: another test session uses the name or the network
+            break
+    assert process.returncode == 0, said
+
+
+@pytest.fixture(scope="session")
+def cluster():
+    """Yield a cluster of node1 and node2, which all tests of a process share."""
+    with running_cluster() as cluster:
         yield cluster
-        cluster.down()

@@ -1,31 +1,42 @@
-"""Every test is offline and leaves nothing behind: caches and runs go to temporary folders."""
+"""What all tests share. Every test is offline, and the test session leaves nothing behind.
+
+All temporary files of a session, of its workers and of every process that a test starts are in one
+folder, which is removed when the session ends.
+"""
 
 import multiprocessing
 import os
 import tempfile
 
-# Before any library that reads it is imported. A child of a test has its parent's.
-if multiprocessing.current_process().name == "MainProcess":
-    _cache = tempfile.TemporaryDirectory(prefix="test-cache-")
-    os.environ["HF_HOME"] = _cache.name
+# Libraries read these variables when they are imported. Workers and children inherit them.
+if (
+    "PYTEST_XDIST_WORKER" not in os.environ
+    and multiprocessing.current_process().name == "MainProcess"
+):
+    _session_folder = tempfile.TemporaryDirectory(prefix="tests-", ignore_cleanup_errors=True)
+    os.environ["TMPDIR"] = tempfile.tempdir = _session_folder.name
+    os.environ["HF_HOME"] = f"{_session_folder.name}/huggingface"
 os.environ["WANDB_MODE"] = "disabled"
-# Threads cost more than they bring to models this small, most of all beside other processes.
-os.environ["OMP_NUM_THREADS"] = "1"
+# More threads slow down models this small. `OMP_NUM_THREADS=4 make test` tests another number.
+os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import atexit
+import collections
 import contextlib
 import functools
 import itertools
 import json
 import random
+import shutil
 import signal
 import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 import warm
@@ -38,32 +49,72 @@ ROOT = Path(__file__).parents[1]
 CHAPTERS = sorted(path.parent.name for path in ROOT.glob("[0-9][0-9]-*/train_llm.py"))
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 HIDES_GPUS = "CUDA_VISIBLE_DEVICES"
+IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ  # of pytest-xdist
 
 
-@pytest.hookimpl(tryfirst=True)  # pytest-xdist then sees the groups
-def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Skip what this machine lacks, and say what it is.
+def pytest_configure() -> None:
+    """Let SIGTERM end a session as Ctrl-C does, so that nothing is left behind."""
+    if not IS_WORKER:
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
 
-    With pytest-xdist a process gets whole files, whose tests share what fixtures have started, and
-    those with a cluster in two groups. What takes longest begins first.
-    """
-    longest = ("test_labs", "test_pages", "test_precision", "test_parity", "test_fsdp")
-    longest += ("test_offline", "test_fault_lab", "test_compare", "test_training", "test_wandb")
-    multi_node = ("test_local_cluster", "test_multi_node")
-    on_cluster = {item.path for item in items if item.get_closest_marker("slurm")}
-    if "PYTEST_XDIST_WORKER" in os.environ:
-        items.sort(key=lambda item: (item.path not in on_cluster, item.path.stem not in longest))
-        for item in items:
-            name = item.path.name
-            if item.path in on_cluster:
-                name = "multi-node" if item.path.stem in multi_node else "other on a cluster"
-            item.add_marker(pytest.mark.xdist_group(name))
+
+def pytest_xdist_auto_num_workers() -> int:
+    """Return the number of workers for `-n auto`: one more than cores, since tests also wait."""
+    return len(os.sched_getaffinity(0)) + 1 if hasattr(os, "sched_getaffinity") else os.cpu_count()
+
+
+def pytest_unconfigure() -> None:
+    """End what an interrupted session has left running; its folder is removed at exit."""
+    if IS_WORKER:
+        return
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            started_here = process.environ().get("TMPDIR") == _session_folder.name
+            if started_here and process.pid != os.getpid():
+                process.kill()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """Say how many of the commands on pages were run; test_pages.py records it."""
+    counts = collections.Counter(
+        what
+        for report in terminalreporter.stats.get("passed", [])
+        for name, done in report.user_properties
+        if name == "commands on pages"
+        for what in done
+    )
+    if counts:
+        parts = (f"{number} {what}" for what, number in counts.most_common())
+        terminalreporter.write_line(f"commands on pages: {', '.join(parts)}")
+
+
+# The modules that take longest start first, so that no worker is left alone with one at the end.
+LONGEST = (
+    "test_labs",
+    "test_pages",
+    "test_precision",
+    "test_fsdp",
+    "test_parity",
+    "test_fault_lab",
+)
+
+
+@pytest.hookimpl(tryfirst=True)  # before pytest selects by -m, and before xdist forms groups
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Put tests into their tiers and groups, and skip those that need what this machine lacks."""
     gpus = torch.cuda.device_count()
     for item in items:
-        if item.get_closest_marker("gpu") and gpus < 1:
+        marks = {mark.name for mark in item.iter_markers()}
+        if item.name.startswith("test_planted") and "check" not in marks:
+            item.add_marker("planted")
+        if "gpu" in marks and gpus < 1:
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
-        if item.get_closest_marker("multi_gpu") and gpus < 2:
+        if "multi_gpu" in marks and gpus < 2:
             item.add_marker(pytest.mark.skip(reason="needs two GPUs"))
+        # The tests of a module run in one worker: they share what its fixtures have started.
+        item.add_marker(pytest.mark.xdist_group(item.path.stem))
+    on_cluster = {item.path for item in items if item.get_closest_marker("slurm")}
+    items.sort(key=lambda item: (item.path not in on_cluster, item.path.stem not in LONGEST))
 
 
 def launch_file(chapter: str) -> Path:
@@ -74,9 +125,9 @@ def launch_file(chapter: str) -> Path:
 
 
 def first_then_slow(values: Iterable[object]) -> list:
-    """Return chapters, or other values, to parametrize a test with.
+    """Return values to parametrize a test with; all but the first are slow.
 
-    All but the first are left to `make test-all`. A tuple has a value for each parameter.
+    A tuple has a value for each parameter.
     """
     first, *others = (value if isinstance(value, tuple) else (value,) for value in values)
     return [pytest.param(*first), *(pytest.param(*each, marks=pytest.mark.slow) for each in others)]
@@ -117,14 +168,28 @@ def read_metrics(run_dir: Path, going_on: bool = False) -> list[dict]:
     return [json.loads(line) for line in lines if line.endswith("\n") or not going_on]
 
 
+@pytest.fixture(scope="module")
+def make_folder(tmp_path_factory) -> Iterator[Callable[[str], Path]]:
+    """Yield a function that makes a folder for a module's tests; it is removed after the last."""
+    folders = []
+
+    def make(name: str) -> Path:
+        folders.append(tmp_path_factory.mktemp(name))
+        return folders[-1]
+
+    yield make
+    for folder in folders:
+        shutil.rmtree(folder, ignore_errors=True)
+
+
 @functools.cache
 def quick_commands() -> Path:
-    """Return the folder of the `python` and `torchrun` that need not import PyTorch, of warm.py.
+    """Return the folder of warm.py's `python` and `torchrun`, which have PyTorch imported already.
 
-    Of the real ones where there are GPUs: what has asked CUDA for them, as torchao does when
-    transformers imports it, can fork nothing that uses them.
+    It is the folder of the real ones if REAL_PYTHON is set, and where there are GPUs: a process in
+    which a library has initialized CUDA cannot fork others that use it.
     """
-    if sys.platform != "linux" or torch.cuda.is_available():
+    if sys.platform != "linux" or torch.cuda.is_available() or os.environ.get("REAL_PYTHON"):
         return Path(sys.executable).parent
     stack = contextlib.ExitStack()
     atexit.register(stack.close)

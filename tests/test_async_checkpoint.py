@@ -3,6 +3,7 @@
 import functools
 import json
 import signal
+import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -20,12 +21,16 @@ from common import async_checkpoint, checkpoint
 
 CHAPTER = "04-fsdp"
 ASYNC = "--async-checkpoint"
+LAST_STEP = 30
+# Seconds that it takes to write a checkpoint that nobody waits for, once the training has ended.
 WRITING_S = 2.0
+# Steps that are done while a checkpoint is written; for so many seconds at most, the run may wait.
+STEPS_MEANWHILE, PATIENCE_S = 3, 120
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory) -> Runs:
-    return Runs(tmp_path_factory.mktemp("runs"))
+def runs(make_folder) -> Runs:
+    return Runs(make_folder("runs"))
 
 
 @pytest.fixture(scope="module")
@@ -65,7 +70,11 @@ def test_after_kill_9_while_it_is_written(runs, straight, stage):
 
 
 def write_slowly(path: str | None = None) -> None:
-    """The first file of each checkpoint takes its time; note when, and when steps are done."""
+    """Note when checkpoints are written and steps are done.
+
+    The first file of each checkpoint takes until the training has come further: a thread that
+    writes it waits for that, and the training's own thread for no step, since none can be done.
+    """
     save, write_item = checkpoint.dcp.save, filesystem._write_item
     noted: dict[str, list] = {"saves": [], "steps": []}
     waited = False
@@ -83,8 +92,17 @@ def write_slowly(path: str | None = None) -> None:
         nonlocal waited
         if not waited:
             waited = True
-            time.sleep(WRITING_S)
+            if threading.current_thread() is not threading.main_thread():
+                wait_for_steps(len(noted["steps"]) + STEPS_MEANWHILE)
         return write_item(*args, **kwargs)
+
+    def wait_for_steps(step: int) -> None:
+        if step > LAST_STEP:
+            time.sleep(WRITING_S)
+            return
+        deadline = time.monotonic() + PATIENCE_S
+        while len(noted["steps"]) < step and time.monotonic() < deadline:
+            time.sleep(0.01)
 
     def note(*_: object) -> None:
         noted["steps"].append(time.monotonic())
@@ -102,10 +120,10 @@ def steps_during_saves(run_dir: Path) -> list[int]:
 
 
 def run_slowly(runs: Runs, name: str, *args: object, also=None) -> Path:
-    """Train 30 steps with 3 slow checkpoints. also: another plant of both ranks."""
+    """Train to LAST_STEP with 3 slow checkpoints. also: another plant of both ranks."""
     paths = [str(runs.folder / f"{name}.times"), None]
     plants = [functools.partial(plant_both, path, also) for path in paths]
-    few = ("--max-steps", 30, "--ckpt-freq", 10, "--keep-checkpoints", 9)
+    few = ("--max-steps", LAST_STEP, "--ckpt-freq", 10, "--keep-checkpoints", 9)
     assert start_ranks(runs, name, *few, *args, plant=plants).finish() == [0, 0]
     return runs.folder / name
 
@@ -133,10 +151,10 @@ def test_training_goes_on_while_it_is_written(runs, waited):
     """Without the option no step is done meanwhile. What is written is of its step, not later."""
     trained = run_slowly(runs, "trained", ASYNC)
     assert steps_during_saves(waited) == [0, 0]
-    assert min(steps_during_saves(trained)) >= 3
+    assert min(steps_during_saves(trained)) >= STEPS_MEANWHILE
     assert_same_checkpoints(waited, trained)
     assert_exact(waited, trained)
-    assert newest_step(trained) == 30, "the run has not waited for the last one"
+    assert newest_step(trained) == LAST_STEP, "the run has not waited for the last one"
 
 
 def not_copied(_: async_checkpoint.AsyncCheckpoints, content: dict) -> dict:

@@ -72,14 +72,15 @@ def patch(chapter: str, folder: Path, replaced: tuple[tuple[str, str], ...] = ()
 
 
 @pytest.fixture(scope="module")
-def patched(tmp_path_factory) -> Path:
+def patched(make_folder) -> Path:
     """Return a folder with the patched scripts."""
-    folder = tmp_path_factory.mktemp("patched")
+    folder = make_folder("patched")
     for chapter in PATCHED:
         patch(chapter, folder)
     return folder
 
 
+@pytest.mark.check
 def test_all_chapters_change_in_the_same_lines():
     """So that the page can show one of the diffs."""
     texts = [diff_file(chapter).read_text() for chapter in PATCHED]
@@ -87,6 +88,7 @@ def test_all_chapters_change_in_the_same_lines():
     assert changed(texts[0]) != changed(texts[1].replace("+            scaler.update()\n", ""))
 
 
+@pytest.mark.check
 def test_scaler_is_used_as_in_chapter_5():
     added = [line[1:] for line in changed(diff_file(ALONE).read_text()) if line[0] == "+"]
     lines = [line for line in added if re.search(r"scaler|scale\b|check_precision\(", line)]
@@ -94,6 +96,7 @@ def test_scaler_is_used_as_in_chapter_5():
     assert set(lines) <= set((ROOT / FSDP / "train_llm.py").read_text().splitlines())
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("chapter", PATCHED)
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
 def test_patched_chapter_keeps_what_was_before(patched, chapter, rule):
@@ -102,12 +105,14 @@ def test_patched_chapter_keeps_what_was_before(patched, chapter, rule):
     assert rule(old, new) == []
 
 
+@pytest.mark.check
 def test_patched_scripts_are_clean(patched):
     for command in (["check"], ["format", "--check"]):
         done = run_script("-m", "ruff", *command, "--config", ROOT / "pyproject.toml", patched)
         assert done.returncode == 0, done.stdout
 
 
+@pytest.mark.check
 def test_diff_does_not_apply_to_a_changed_script(tmp_path):
     text = (ROOT / ALONE / "train_llm.py").read_text()
     (tmp_path / ALONE).mkdir()
@@ -152,12 +157,13 @@ def page_of(diff: str) -> str:
     return f"# Page\n\n{HEADING}\n\n{shown}## Next\n\n```diff\n+of another section\n```\n"
 
 
+@pytest.mark.check
 def test_page_shows_the_diff():
     assert wrong_diffs(PAGE.read_text(), diff_file(ALONE).read_text()) == []
-    # test_pages.py leaves out what stands under this heading.
     assert [page for page in ROOT.glob("*/*.md") if HEADING in page.read_text()] == [PAGE]
 
 
+@pytest.mark.check
 @pytest.mark.parametrize(
     ("pattern", "new", "complaint"),
     [
@@ -350,8 +356,8 @@ class Runs:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory) -> Runs:
-    return Runs(tmp_path_factory.mktemp("runs"))
+def runs(make_folder) -> Runs:
+    return Runs(make_folder("runs"))
 
 
 def column(run_dir: Path, key: str) -> list[float | None]:
@@ -435,7 +441,7 @@ def test_overflow_on_one_rank_makes_all_skip(runs, place):
 
 
 @pytest.mark.slow
-def test_a_rank_that_decides_alone_is_noticed(runs):
+def test_planted_rank_that_decides_alone(runs):
     """The planted bug averages no gradients: rank 0 sees no overflow."""
     with pytest.raises(AssertionError, match="the ranks differ"):
         assert_skipped(runs, runs["no-average"].name)
@@ -468,7 +474,7 @@ def test_resumed_with_sharded_moments(runs):
 
 
 @pytest.mark.slow
-def test_a_scale_that_is_not_saved_is_noticed(runs):
+def test_planted_scale_that_is_not_saved(runs):
     with pytest.raises(AssertionError, match=r"the \w+ differs"):
         assert_goes_on(runs["not-saved"], runs["not-saved-on"])
 

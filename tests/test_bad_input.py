@@ -13,7 +13,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from conftest import ROOT, first_then_slow, load_script, read_metrics, run_script, wait_for_file
+from conftest import ROOT, load_script, read_metrics, run_script, wait_for_file
 from filelock import FileLock
 from runner import Ranks, finish, start
 from transformers import CONFIG_MAPPING
@@ -55,6 +55,7 @@ def listing(folder: Path) -> dict[str, bytes]:
     }
 
 
+@pytest.mark.check
 def test_unknown_dataset(refuse):
     sentence = refuse("-d", "no-such/dataset")
     assert "'no-such/dataset' is neither a preset (python-stdlib) nor a local path" in sentence
@@ -62,6 +63,7 @@ def test_unknown_dataset(refuse):
     assert "-d python-stdlib -m gpt2-tiny" in sentence
 
 
+@pytest.mark.check
 def test_a_path_that_is_not_there(refuse, tmp_path):
     for path in (tmp_path / "nope.txt", "./nope", "a/b/c"):
         for flag, kind in (("-d", "data set"), ("-m", "model")):
@@ -74,6 +76,7 @@ def test_text_has_no_columns(refuse, tmp_path):
     assert "is text: it has no" in refuse("--text-column", "body")
 
 
+@pytest.mark.check
 def test_a_folder_without_a_tokenizer(refuse):
     sentence = refuse("-m", ROOT / "common/presets/gpt2-tiny")
     assert "has no tokenizer: give --tokenizer-name" in sentence
@@ -114,27 +117,32 @@ def test_a_full_disk_outside_a_checkpoint(corpus, tmp_path):
     assert "Traceback" not in done.stderr
 
 
+@pytest.mark.check
 def test_unknown_model(refuse):
     sentence = refuse("-m", "openai-community/gpt2", "-d", "tatsu-lab/alpaca")
     assert "model 'openai-community/gpt2' is neither a preset (gpt2, gpt2-tiny," in sentence
     assert "cannot be reached" in sentence and "-d python-stdlib -m gpt2-tiny" in sentence
 
 
+@pytest.mark.check
 def test_folder_that_is_no_model(refuse, tmp_path):
     (tmp_path / "empty").mkdir()
     assert "has no usable config.json" in refuse("-m", tmp_path / "empty")
 
 
+@pytest.mark.check
 def test_preset_has_no_weights(refuse):
     assert "preset gpt2-tiny has no weights: leave out --pretrained" in refuse("--pretrained")
 
 
+@pytest.mark.check
 def test_folder_without_text(refuse, tmp_path):
     (tmp_path / "pictures").mkdir()
     (tmp_path / "pictures/a.png").touch()
     assert "has no file that ends in one of: .txt" in refuse("-d", tmp_path / "pictures")
 
 
+@pytest.mark.check
 def test_text_column_that_does_not_exist(refuse, tmp_path):
     path = tmp_path / "table.csv"
     path.write_text("question,answer,number\n" + "why,because,1\n" * 200)
@@ -145,6 +153,7 @@ def test_text_column_that_does_not_exist(refuse, tmp_path):
         assert "--text-column one of question, answer" in sentence
 
 
+@pytest.mark.check
 def test_json_dictionary(refuse, tmp_path):
     path = tmp_path / "train.json"
     for text in ('{"Hello World": "1", "I am fine": "0"}', '{\n "a": "1",\n "b": "0"\n}'):
@@ -152,6 +161,7 @@ def test_json_dictionary(refuse, tmp_path):
         assert "is a JSON dictionary: it must be an array of strings" in refuse("-d", path)
 
 
+@pytest.mark.check
 @pytest.mark.parametrize(
     "content",
     [
@@ -172,23 +182,27 @@ def test_json_that_cannot_be_used(refuse, tmp_path, content):
     assert "is not valid JSON" in sentence or "must hold an array of strings" in sentence
 
 
+@pytest.mark.check
 def test_a_file_of_another_kind(refuse, tmp_path):
     path = tmp_path / "corpus.jsonl.gz"
     path.write_bytes(os.urandom(100_000))
     assert f"The file {path} does not end in one of: .txt" in refuse("-d", path)
 
 
+@pytest.mark.check
 def test_models_that_are_not_causal(refuse, tmp_path):
     for name in ("bert", "bart", "t5", "vit"):
         CONFIG_MAPPING[name]().save_pretrained(tmp_path / name)
         assert f"({name}) is no causal language model" in refuse("-m", tmp_path / name)
 
 
+@pytest.mark.check
 def test_a_cache_that_cannot_be_written(refuse, monkeypatch, corpus):
     monkeypatch.setattr(data.constants, "HF_HOME", "/proc/nothing")
     assert "Cannot write to the cache /proc/nothing" in refuse("-d", corpus)
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("module", [data, tracker], ids=["the cache", "the run's folder"])
 @pytest.mark.parametrize(
     "error",
@@ -241,6 +255,7 @@ def test_the_shortest_sequences(train, corpus):
     assert train(*args)[-1]["step"] == 2
 
 
+@pytest.mark.check
 def test_a_generated_name_is_a_name():
     args = argparse.Namespace(
         experiment_name=None, model_name="gpt2-tiny", dataset_name="/my data/notes, part 1.txt"
@@ -249,6 +264,7 @@ def test_a_generated_name_is_a_name():
     assert re.fullmatch(r"gpt2-tiny-notes-part-1-\d{8}-\d{6}", name)
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("suffix", ["parquet", "jsonl"])
 def test_table_that_cannot_be_read(refuse, tmp_path, suffix):
     path = tmp_path / f"table.{suffix}"
@@ -256,6 +272,7 @@ def test_table_that_cannot_be_read(refuse, tmp_path, suffix):
     assert f"Cannot read {path} as a data set: " in refuse("-d", path)
 
 
+@pytest.mark.check
 def test_corpus_too_small_for_one_block(refuse, tmp_path):
     path = tmp_path / "small.txt"
     path.write_text("A few words.")
@@ -263,15 +280,18 @@ def test_corpus_too_small_for_one_block(refuse, tmp_path):
     assert "smaller than one block of 128 tokens" in sentence
 
 
+@pytest.mark.check
 def test_corpus_too_small_for_one_step(refuse, corpus):
     sentence = refuse("-d", corpus, "-s", 32, "--global-batch-size", 5000)
     assert "less than --global-batch-size 5000" in sentence
 
 
+@pytest.mark.check
 def test_sequence_longer_than_the_positions(refuse):
     assert "The model has 128 positions: --seq-length 129" in refuse("-s", 129)
 
 
+@pytest.mark.check
 def test_tokenizer_larger_than_the_vocabulary(refuse, tmp_path):
     config = json.loads((ROOT / "common/presets/gpt2-tiny/config.json").read_text())
     (tmp_path / "model").mkdir()
@@ -280,11 +300,13 @@ def test_tokenizer_larger_than_the_vocabulary(refuse, tmp_path):
     assert "The tokenizer has 4096 tokens and the model only 1000" in sentence
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("name", ["a/b", "..", "a b:c", "run ", ""])
 def test_name_that_is_no_folder(refuse, corpus, name):
     assert "cannot be an experiment's name" in refuse("-d", corpus, *SMALL, name=name)
 
 
+@pytest.mark.check
 def test_save_folder_that_cannot_be_written(refuse, corpus, tmp_path):
     (tmp_path / "file").touch()
     sentence = refuse("-d", corpus, *SMALL, "--save-dir", tmp_path / "file")
@@ -292,6 +314,7 @@ def test_save_folder_that_cannot_be_written(refuse, corpus, tmp_path):
     assert "Cannot write to /proc/" in refuse("-d", corpus, *SMALL, "--save-dir", "/proc")
 
 
+@pytest.mark.check
 @pytest.mark.parametrize(
     ("args", "message"),
     [
@@ -315,6 +338,7 @@ def test_arguments(monkeypatch, capsys, args, message):
     assert message in capsys.readouterr().err.splitlines()[-1]
 
 
+@pytest.mark.check
 def test_arguments_from_a_file(monkeypatch, tmp_path):
     (tmp_path / "args").write_text("# a comment\n--lr 3e-4\n-e 'my run'  # another\n\n--compile\n")
     monkeypatch.setattr(sys, "argv", ["train_llm.py", f"@{tmp_path}/args", "--lr", "1e-3"])
@@ -322,34 +346,30 @@ def test_arguments_from_a_file(monkeypatch, tmp_path):
     assert (args.lr, args.experiment_name, args.compile) == (1e-3, "my run", True)
 
 
-@pytest.mark.parametrize(
-    ("args", "named"),
-    [
-        (("-m", "llama-tiny"), "model gpt2-"),
-        *first_then_slow(
-            [
-                (("-s", 16), "seq_length 32, not 16"),
-                (("-m", "4-heads", "--tokenizer-name", "gpt2-tiny"), "model gpt2-"),
-                (("--global-batch-size", 12), "global_batch_size 6, not 12"),
-                (("--max-steps", 8), "total_steps 4, not 8"),
-                (("--lr", 1e-3), "lr 0.0078125, not 0.001"),
-                (("--seed", 1), "seed 0, not 1"),
-                (("--warmup-steps", 3), "warmup_steps 1, not 3"),
-                (("--param-dtype", "bfloat16"), "param_dtype float32, not bfloat16"),
-                (("--max-grad-norm", 2), "max_grad_norm 1.0, not 2.0"),
-                (("--weight-decay", 0), "weight_decay 0.1, not 0.0"),
-            ]
-        ),
-    ],
-)
-def test_resume_with_another_training(train, refuse, corpus, tmp_path, args, named):
+ANOTHER_TRAINING = [
+    (("-m", "llama-tiny"), "model gpt2-"),
+    (("-s", 16), "seq_length 32, not 16"),
+    (("-m", "4-heads", "--tokenizer-name", "gpt2-tiny"), "model gpt2-"),
+    (("--global-batch-size", 12), "global_batch_size 6, not 12"),
+    (("--max-steps", 8), "total_steps 4, not 8"),
+    (("--lr", 1e-3), "lr 0.0078125, not 0.001"),
+    (("--seed", 1), "seed 0, not 1"),
+    (("--warmup-steps", 3), "warmup_steps 1, not 3"),
+    (("--param-dtype", "bfloat16"), "param_dtype float32, not bfloat16"),
+    (("--max-grad-norm", 2), "max_grad_norm 1.0, not 2.0"),
+    (("--weight-decay", 0), "weight_decay 0.1, not 0.0"),
+]
+
+
+def test_resume_with_another_training(train, refuse, corpus, tmp_path):
     config = json.loads((ROOT / "common/presets/gpt2-tiny/config.json").read_text())
     (tmp_path / "4-heads").mkdir()
     (tmp_path / "4-heads/config.json").write_text(json.dumps(config | {"n_head": 4}))
-    args = [tmp_path / arg if arg == "4-heads" else arg for arg in args]
     train("-d", corpus, *SMALL)
-    sentence = refuse("-d", corpus, *SMALL, *args)
-    assert f"was started with {named}" in sentence and "start anew with another -e" in sentence
+    for args, named in ANOTHER_TRAINING:
+        args = [tmp_path / arg if arg == "4-heads" else arg for arg in args]
+        sentence = refuse("-d", corpus, *SMALL, *args)
+        assert f"was started with {named}" in sentence and "start anew with another -e" in sentence
 
 
 def test_resume_with_another_corpus(train, refuse, corpus):
@@ -447,13 +467,17 @@ def test_a_file_that_may_not_grow(corpus, tmp_path):
 
 @pytest.fixture
 def small_disk(tmp_path):
+    """A folder that holds 30 MB. It is mounted for one process only, and ends with that process."""
     disk = tmp_path / "disk"
     disk.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=30m", "tmpfs", str(disk)]
-    if os.geteuid() != 0 or subprocess.run(mount, capture_output=True).returncode != 0:
-        pytest.skip("needs root, to mount a small file system")
-    yield disk
-    subprocess.run(["umount", str(disk)], check=True)
+    if os.geteuid() != 0 or not shutil.which("unshare"):
+        pytest.skip("needs Linux and root, to mount a small file system")
+    mount = f"mount -n -t tmpfs -o size=30m tmpfs {disk} && echo mounted && read -r"
+    command = ["unshare", "--mount", "bash", "-c", mount]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as holder:
+        if not holder.stdout.readline():
+            pytest.skip("needs the right to mount a file system")
+        yield Path(f"/proc/{holder.pid}/root{disk}")
 
 
 def test_a_full_disk(corpus, tmp_path, small_disk):

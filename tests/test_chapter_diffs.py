@@ -21,7 +21,10 @@ from pathlib import Path
 import pytest
 from conftest import CHAPTERS, ROOT, load_script
 
-FIRST_LINES, ADDED_LINES, MOST_LINES = 250, 70, 450
+pytestmark = pytest.mark.check
+
+# More than these is a sign that a script holds what teaches too little.
+FIRST_LINES, ADDED_LINES, MOST_LINES = 275, 70, 450
 WORDS = ["-1", "0", "0.5", "1", "inf", "word", ""]  # tell the types of flags apart
 
 
@@ -101,20 +104,6 @@ def facts(parser: argparse.ArgumentParser, action: argparse.Action, group: str) 
 # --- the rules ---
 
 
-def changed_comments(old: str, new: str) -> list[str]:
-    before, after = (
-        [token.string for token in tokens(text) if token.type == tokenize.COMMENT]
-        for text in (old, new)
-    )
-    complaints, start = [], 0
-    for comment in before:
-        if comment in after[start:]:
-            start = after.index(comment, start) + 1
-        else:
-            complaints.append(f"removed, changed or moved: {comment}")
-    return complaints
-
-
 def moved_lines(old: str, new: str) -> list[str]:
     removed, added = (
         {line.strip() for hunk in hunks(old, new) for line in hunk[side]} for side in (0, 1)
@@ -191,11 +180,6 @@ def changed_flags(old: str, new: str) -> list[str]:
 FLAG = r'^    add\("'
 # What each rule must find: a pattern in chapter 2, its replacement, and a part of the complaint.
 ROT = {
-    changed_comments: [
-        ("  # no dropout$", "", "moved: # no dropout"),
-        ("# no dropout", "# none", "moved: # no dropout"),
-        (r"(# Its own.*)([^#]*)(# Batches .*)", r"\3\2\1", "moved: # Batches of one shape"),
-    ],
     moved_lines: [
         ("(.*model.eval.*\n)(.*\n)", r"\2\1", "re-indented: model.eval()"),
         ("( +)(tracker.fin.*)", r"\1if True:\n\1    \2", "re-indented: tracker.finish()"),
@@ -267,7 +251,7 @@ def test_chapter_keeps_what_was_before(pair, rule):
 
 def test_chapter_1_fits_its_budget():
     assert lines_over_budget("", read(CHAPTERS[0])) == []
-    assert lines_over_budget("", "pass\n" * 251) == ["251 lines, of at most 250"]
+    assert lines_over_budget("", "pass\n" * 276) == ["276 lines, of at most 275"]
     assert lines_over_budget("pass\n" * 440, "pass\n" * 451) == ["451 lines, of at most 450"]
 
 

@@ -133,8 +133,8 @@ def script(folder: Path, argv: list[object]):
 
 
 @pytest.fixture(scope="module")
-def comparisons(tmp_path_factory) -> Comparisons:
-    return Comparisons(tmp_path_factory.mktemp("comparisons"))
+def comparisons(make_folder) -> Comparisons:
+    return Comparisons(make_folder("comparisons"))
 
 
 @pytest.fixture(scope="module")
@@ -239,6 +239,7 @@ def test_the_smallest_share_of_a_gpu_is_a_number(comparisons, monkeypatch):
     assert [run["mfu"] for run in row["runs"]] == [0, 0] and row["summary"]["speed"]["mfu"] == 0
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("room", [1, 7, 8, 9, 23, 64, 100, 0])
 def test_the_largest_batch_that_fits_is_found(comparisons, room):
     tried = []
@@ -263,6 +264,7 @@ def compare():
         yield module
 
 
+@pytest.mark.check
 def test_the_result_is_complete(compare):
     content = compare.read_results(RESULT)
     assert {"command", "date", "commit", "torch", "cpu"} <= set(content["machine"])
@@ -344,6 +346,7 @@ def refuse(tmp_path, monkeypatch, capsys):
     return run
 
 
+@pytest.mark.check
 @pytest.mark.parametrize(
     ("args", "sentence"),
     [
@@ -369,6 +372,7 @@ def test_bad_input(refuse, args, sentence):
     assert sentence in refuse("--output", "new.json", *args)
 
 
+@pytest.mark.check
 def test_without_matplotlib(refuse, monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib", None)
     sentence = "--draw needs matplotlib: pip install matplotlib."

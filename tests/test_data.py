@@ -9,6 +9,7 @@ import pickle
 import random
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import numpy as np
@@ -17,8 +18,16 @@ import pyarrow.parquet
 import pytest
 import torch
 from conftest import ROOT
+from tokenizers import Tokenizer
+from tokenizers.models import WordLevel
+from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch.utils.data import DataLoader
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoTokenizer,
+    PreTrainedTokenizerFast,
+)
 
 from common import data, packing, sources, tables
 from common.cli import InputError
@@ -99,6 +108,7 @@ def reference(tokenizer) -> dict[str, np.ndarray]:
     return reference
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("form", FORMS)
 def test_the_same_documents_give_the_same_blocks(tmp_path, tokenizer, reference, form):
     train, evaluation = load_blocks(arguments(write_form(tmp_path, form)), tokenizer, 16)
@@ -119,6 +129,7 @@ def test_blocks_do_not_depend_on_the_number_of_processes(tmp_path, tokenizer, mo
     assert len(digests) == 1
 
 
+@pytest.mark.check
 def test_an_order_that_depends_on_the_processes_is_noticed(tmp_path, tokenizer, monkeypatch):
     """The planted bug drops each batch's rest of less than a block, as mapping by batch does."""
     original = packing._Encode.__call__
@@ -137,6 +148,7 @@ def test_an_order_that_depends_on_the_processes_is_noticed(tmp_path, tokenizer, 
     assert len(sizes) == 2
 
 
+@pytest.mark.check
 def test_every_token_comes_back(tmp_path, tokenizer):
     train, _ = load_blocks(arguments(write_form(tmp_path, "parquet")), tokenizer, 16)
     text = tokenizer.decode(train.tokens.reshape(-1).tolist())
@@ -144,6 +156,7 @@ def test_every_token_comes_back(tmp_path, tokenizer):
     assert expected.startswith(text[:-20]) and len(text) > len(expected) - 100
 
 
+@pytest.mark.check
 def test_round_trip_of_any_text(tokenizer):
     rng = random.Random(0)
     texts = [
@@ -180,6 +193,38 @@ def test_built_in_corpus(tokenizer):
         assert not any(path.startswith(unwanted) or f"/{unwanted}" in path for path in files)
 
 
+def check_that_no_token_wraps(folder: Path, n_tokens: int) -> None:
+    """Pack words with the lowest and the highest numbers of a vocabulary of this size."""
+    vocabulary = {f"w{number}": number for number in range(n_tokens - 1)}
+    vocabulary["<|endoftext|>"] = n_tokens - 1
+    words = Tokenizer(WordLevel(vocabulary, unk_token="w0"))
+    words.pre_tokenizer = WhitespaceSplit()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<|endoftext|>")
+    documents = tables.documents_of([f"w0 w1 w{n_tokens - 2}"] * 3)
+    packing.pack_documents(folder / "text", documents, tokenizer, num_workers=0)
+    facts = json.loads((folder / "text.json").read_text())
+    found = np.fromfile(folder / "text.bin", facts["dtype"]).tolist()
+    assert found == [0, 1, n_tokens - 2, n_tokens - 1] * 3
+    size = 2 if n_tokens <= 2**16 else 4
+    assert (folder / "text.bin").stat().st_size == size * facts["tokens"], "bytes per token"
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("n_tokens", [2**16, 2**16 + 1])
+def test_tokens_of_a_large_vocabulary_do_not_wrap(tmp_path, n_tokens):
+    check_that_no_token_wraps(tmp_path, n_tokens)
+
+
+@pytest.mark.check
+def test_planted_tokens_that_wrap_are_noticed(tmp_path, monkeypatch):
+    planted = types.SimpleNamespace(**{**vars(np), "dtype": lambda _: np.dtype("<u2")})
+    monkeypatch.setattr(packing, "np", planted)
+    check_that_no_token_wraps(tmp_path, 2**16)
+    with pytest.raises(AssertionError, match=r"assert \[0, 1, "):
+        check_that_no_token_wraps(tmp_path, 2**16 + 1)
+
+
+@pytest.mark.check
 def test_split_is_stable_and_leaks_nothing(tmp_path, tokenizer):
     held_out = [text for text in TEXTS if tables.is_held_out(text)]
     assert 2 <= len(held_out) <= 30
@@ -190,6 +235,7 @@ def test_split_is_stable_and_leaks_nothing(tmp_path, tokenizer):
     assert not set(train["text"]) & set(evaluation["text"])
 
 
+@pytest.mark.check
 def test_a_worker_maps_the_file_and_gets_no_copy(tmp_path, tokenizer):
     blocks, _ = load_blocks(arguments("python-stdlib"), tokenizer, 128)
     content = pickle.dumps(blocks.pad_to_multiple(1000))
@@ -199,6 +245,7 @@ def test_a_worker_maps_the_file_and_gets_no_copy(tmp_path, tokenizer):
     assert torch.equal(again[7]["input_ids"], blocks[7]["input_ids"])
 
 
+@pytest.mark.check
 def test_few_documents_give_their_ends(tmp_path, tokenizer):
     path = tmp_path / "book.txt"
     text = "".join(f"Line {n} of the book.\n" for n in range(1000))
@@ -209,6 +256,7 @@ def test_few_documents_give_their_ends(tmp_path, tokenizer):
     assert all(len(part) for part in load_blocks(arguments(path), tokenizer, 32))
 
 
+@pytest.mark.check
 def test_second_start_reads_the_cache(tmp_path, tokenizer, monkeypatch):
     path = write_form(tmp_path, "folder")
     first = load_blocks(arguments(path), tokenizer, 16)
@@ -219,8 +267,40 @@ def test_second_start_reads_the_cache(tmp_path, tokenizer, monkeypatch):
     (path / "000.txt").write_text("another text\n" * 20)
     changed = load_blocks(arguments(path), tokenizer, 16)
     assert changed[0].digest != first[0].digest
+    # Other letters, as many as before.
+    (path / "000.txt").write_text("ANOTHER TEXT\n" * 20)
+    assert load_blocks(arguments(path), tokenizer, 16)[0].digest != changed[0].digest
 
 
+@pytest.mark.check
+def test_a_subset_of_a_data_set(tmp_path, tokenizer):
+    """Also when the cache has another one."""
+    lines = ["---", "configs:"]
+    for name in ("one", "two"):
+        (tmp_path / f"{name}.jsonl").write_text(json.dumps({"text": f"This is {name}. " * 400}))
+        lines += [f"- config_name: {name}", f"  data_files: {name}.jsonl"]
+    (tmp_path / "README.md").write_text("\n".join([*lines, "---", ""]))
+    for name in ("one", "two"):
+        args = arguments(tmp_path)
+        args.dataset_subset = name
+        train, _ = load_blocks(args, tokenizer, 16)
+        text = tokenizer.decode(train.tokens.reshape(-1).tolist())
+        assert ("one" in text, "two" in text) == (name == "one", name == "two")
+
+
+@pytest.mark.check
+def test_another_column_of_a_file_is_another_text(tmp_path, tokenizer):
+    """Also when the cache has the first one."""
+    path = tmp_path / "table.jsonl"
+    row = json.dumps({"question": "What is it? " * 40, "answer": "It is this. " * 40})
+    path.write_text(f"{row}\n" * 3)
+    for column in ("question", "answer"):
+        train, _ = load_blocks(arguments(path, text_column=column), tokenizer, 16)
+        text = tokenizer.decode(train.tokens.reshape(-1).tolist())
+        assert ("What" in text, "this" in text) == (column == "question", column == "answer")
+
+
+@pytest.mark.check
 def test_an_interrupted_preparation_is_done_again(tmp_path, tokenizer, monkeypatch):
     path = write_form(tmp_path, "csv")
 
@@ -248,13 +328,14 @@ def test_two_starts_at_the_same_moment(tmp_path, reference):
     children = [context.Process(target=load_in_child, args=(path, queue)) for _ in range(3)]
     for child in children:
         child.start()
-    found = [queue.get(timeout=60) for _ in children]
+    found = [queue.get(timeout=300) for _ in children]
     for child in children:
         child.join(60)
     for train, _ in found:
         assert train == reference["train"].astype("<u2").tobytes()
 
 
+@pytest.mark.check
 def test_order_is_a_function_of_seed_and_epoch():
     def order(seed: int, epoch: int, start: int = 0) -> list[int]:
         sampler = ResumableSampler(range(100), num_replicas=1, rank=0, seed=seed)
@@ -271,6 +352,7 @@ def test_order_is_a_function_of_seed_and_epoch():
         assert order(seed=7, epoch=3, start=start) == first[start:]
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("world_size", [2, 3, 4])
 def test_ranks_share_every_global_batch(world_size):
     global_batch, alone = 12, ResumableSampler(range(103), num_replicas=1, rank=0, seed=5)
@@ -291,6 +373,7 @@ def test_ranks_share_every_global_batch(world_size):
         assert sorted(together) == sorted(expected[step * global_batch : (step + 1) * global_batch])
 
 
+@pytest.mark.check
 def test_skipping_loads_no_sample():
     class Counting(torch.utils.data.Dataset):
         loaded = 0
@@ -308,6 +391,7 @@ def test_skipping_loads_no_sample():
     assert Counting.loaded == 10
 
 
+@pytest.mark.check
 @pytest.mark.parametrize(
     ("global_batch", "world", "most", "expected"),
     [
@@ -325,12 +409,14 @@ def test_batch_arithmetic(global_batch, world, most, expected):
     assert micro_batch_size * accumulation * world == global_batch
 
 
+@pytest.mark.check
 def test_batch_that_cannot_be_shared():
     args = argparse.Namespace(global_batch_size=10, batch_size=8)
     with pytest.raises(InputError, match="3 devices cannot share --global-batch-size 10 evenly"):
         split_batch(args, world_size=3, n_blocks=100)
 
 
+@pytest.mark.check
 def test_padding_for_evaluation(tmp_path, tokenizer):
     blocks, _ = load_blocks(arguments(write_form(tmp_path, "csv")), tokenizer, 16)
     padded = blocks.pad_to_multiple(7)
@@ -340,9 +426,9 @@ def test_padding_for_evaluation(tmp_path, tokenizer):
 
 
 @pytest.fixture(scope="module")
-def hub_folders(tmp_path_factory) -> tuple[Path, Path]:
+def hub_folders(make_folder) -> tuple[Path, Path]:
     """A data set and a model, each as the hub lays it out."""
-    root = tmp_path_factory.mktemp("hub")
+    root = make_folder("hub")
     dataset, model = root / "alpaca", root / "gpt2"
     (dataset / "data").mkdir(parents=True)
     (dataset / "README.md").write_text("---\nlicense: cc\n---\n# A data set of instructions\n")
@@ -383,6 +469,7 @@ def test_hub_shaped_folders(train, hub_folders, reference, tokenizer):
     assert pretrained[0]["loss"] == pytest.approx(weights(ids, labels=ids).loss.item(), rel=1e-5)
 
 
+@pytest.mark.check
 def test_a_validation_split_is_used(tmp_path, tokenizer):
     for split, texts in (("train", TEXTS[:200]), ("validation", TEXTS[200:])):
         rows = pa.Table.from_pylist([{"text": text} for text in texts])

@@ -67,6 +67,7 @@ def test_packed_blocks_need_no_workers(corpus, tmp_path):
 # --- what measures them ---
 
 
+@pytest.mark.check
 def test_items_of_the_benchmark():
     blocks = data_loading.packed(16, 100)
     assert blocks[0]["input_ids"].shape == (16,) and len(blocks) == 1000
@@ -83,6 +84,7 @@ def test_items_of_the_benchmark():
         assert torch.equal(item["input_ids"], blocks[index]["input_ids"])
 
 
+@pytest.mark.check
 def test_disk_of_the_benchmark(tmp_path, monkeypatch):
     monkeypatch.setattr(data_loading, "DISK_BLOCKS", 2**9)
     monkeypatch.setattr(data_loading, "DISK_READS", 100)

@@ -34,9 +34,9 @@ RUNS = {
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory) -> Path:
+def saved(make_folder) -> Path:
     """Return a folder with a corpus, three runs that were trained on it, and a folder of one."""
-    folder = tmp_path_factory.mktemp("saved")
+    folder = make_folder("saved")
     (folder / "corpus.json").write_text(json.dumps(random_texts(30)))
     args = ["-d", folder / "corpus.json", *SMALL, "--save-dir", folder]
     for name, own in RUNS.items():
@@ -133,6 +133,7 @@ def scored(windows: tuple[np.ndarray, np.ndarray], seq_length: int) -> Counter:
     return found
 
 
+@pytest.mark.check
 def test_windows():
     """All short lines: every token once, with at least what the stride leaves before it."""
     find = load_script(SCRIPT).find_windows
@@ -219,7 +220,7 @@ def test_ranks_give_the_same_number(world_size, evaluate, saved, tmp_path):
             outputs[-1],
         )
         jobs.append((stores[-1].port, args, plant))
-    done = ask_ranks(world_size, evaluate_ranks, jobs, world_size, timeout=180)
+    done = ask_ranks(world_size, evaluate_ranks, jobs, world_size)
     assert done == [len(jobs)] * world_size
     found, means, repeated = (json.loads(output.read_text()) for output in outputs)
     for key in ("loss", "perplexity", "bits_per_byte"):
@@ -260,7 +261,7 @@ def another_checkpoint(script) -> None:
 def test_ranks_that_read_different_checkpoints(saved, tmp_path):
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     args = (saved / "gpt2", "-d", saved / "corpus.json", "--output", tmp_path / "facts.json")
-    said = ask_ranks(2, refuse_ranks, store.port, args, 2, timeout=180)
+    said = ask_ranks(2, refuse_ranks, store.port, args, 2)
     for sentence in said:
         assert sentence.startswith("Rank 1 on ")
         assert " has model step 9 of it, rank 0 on " in sentence
@@ -281,6 +282,7 @@ def save_letters(folder: Path, letters: str) -> Path:
     return folder
 
 
+@pytest.mark.check
 def test_unknown_tokens_are_counted(evaluate, saved):
     """They make a text look easy: what they stand for is never guessed."""
     model = ("llama-folder", "-s", 32)  # a folder's weights take any tokenizer that is small enough
@@ -291,6 +293,7 @@ def test_unknown_tokens_are_counted(evaluate, saved):
     assert evaluate(*model, "--tokenizer-name", folder)["unknown"] == expected > 10
 
 
+@pytest.mark.check
 def test_bits_per_byte_is_of_the_text(evaluate, saved):
     """A tokenizer of characters has other tokens and another loss, and the same bytes."""
     folder = save_letters(saved / "letters", "abcdefgh \n")
@@ -337,6 +340,7 @@ def test_a_folder_is_its_run(evaluate):
     assert evaluate("llama-folder")["seq_length"] == 128, "its positions"
 
 
+@pytest.mark.check
 def test_another_text(evaluate, tmp_path, capfd):
     (tmp_path / "own.txt").write_text("Stra\u00dfe, \u65e5\u672c\u8a9e. " * 40)
     facts = evaluate("gpt2", "-d", tmp_path / "own.txt", "--split", "all", "-s", 16)

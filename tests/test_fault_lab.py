@@ -36,8 +36,8 @@ class Lab:
 
 
 @pytest.fixture(scope="module")
-def lab(tmp_path_factory) -> Lab:
-    return Lab(tmp_path_factory.mktemp("fault-lab"))
+def lab(make_folder) -> Lab:
+    return Lab(make_folder("fault-lab"))
 
 
 def ends(text: str) -> list[tuple[int, int]]:
@@ -267,6 +267,7 @@ def test_mended_no_route(lab):
 # --- the lab itself ---
 
 
+@pytest.mark.check
 def test_half_a_line_of_metrics_is_none_yet(tmp_path):
     """A line is written at once, and can still be seen in two parts: a file grows by pages."""
     metrics, read_in_lab = tmp_path / "run/metrics.jsonl", load_script(ROOT / LAB).read_metrics

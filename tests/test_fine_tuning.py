@@ -68,12 +68,12 @@ class FineTuning:
 
 
 @pytest.fixture(scope="module")
-def fine_tuning(request, tmp_path_factory) -> FineTuning:
+def fine_tuning(request, make_folder) -> FineTuning:
     """With the places that are parameters of tests that were chosen to run."""
     items = [i for i in request.session.items if i.path == request.path and hasattr(i, "callspec")]
     chosen = [item.callspec.params for item in items if "world_size" in item.callspec.params]
     places = {(params["chapter"], params["world_size"]) for params in chosen}
-    return FineTuning(tmp_path_factory.mktemp("tuned"), places)
+    return FineTuning(make_folder("tuned"), places)
 
 
 @pytest.mark.parametrize(("chapter", "world_size"), first_then_slow(PLACES))
@@ -107,9 +107,9 @@ configs:
 
 
 @pytest.fixture(scope="module")
-def hub(tmp_path_factory) -> Path:
+def hub(make_folder) -> Path:
     """Return a folder with squad and alpaca, each with the files and columns that the hub has."""
-    folder = tmp_path_factory.mktemp("hub")
+    folder = make_folder("hub")
     squad, alpaca = folder / "squad", folder / "alpaca"
     (squad / "plain_text").mkdir(parents=True)
     (squad / "README.md").write_text(SQUAD)
@@ -149,6 +149,7 @@ def arguments(dataset: Path, text_column: str | None = None) -> argparse.Namespa
     )
 
 
+@pytest.mark.check
 def test_the_columns_that_are_text(hub, tokenizer):
     """Of squad the contexts, with its own validation split; of alpaca the whole dialogue."""
 
@@ -185,6 +186,7 @@ def test_fine_tuning_on_it(name, hub, train, tmp_path):
 # --- padding ---
 
 
+@pytest.mark.check
 def test_arithmetic_of_padding():
     sizes = [4, 2, 10, 1, 1, 1, 1, 1, 3]  # a batch of 8, and one of 1
     found = packing.count_padding(sizes, 8)
@@ -195,6 +197,7 @@ def test_arithmetic_of_padding():
     assert packing.count_padding([*sizes, 2], 8)["packed"]["lost"] == 2 / 26
 
 
+@pytest.mark.check
 def test_batches_are_the_texts(tokenizer):
     """Each way's labels are the texts, once and in order, and padding is in none of them."""
     rng = random.Random(0)
@@ -213,6 +216,7 @@ def test_batches_are_the_texts(tokenizer):
         assert all(ids[labels == packing.IGNORED].eq(0).all() for ids, labels in batches)
 
 
+@pytest.mark.check
 def test_every_end_ignored_is_what_a_collator_does(tokenizer):
     """With the end of text as the token to pad with, transformers ignores both alike."""
     tokenizer = models.load_tokenizer("gpt2-tiny")
@@ -267,6 +271,7 @@ def test_planted_labels_are_noticed(labelled, swapped):
 # --- what is recorded ---
 
 
+@pytest.mark.check
 def test_recorded_packing():
     """The lines are those of the result file; what they show is what the arithmetic says."""
     results = json.loads(RESULTS.read_text())["results"]
@@ -290,6 +295,7 @@ def evaluation(name: str) -> tuple[float, float]:
     return float(found[0]), float(found[1])
 
 
+@pytest.mark.check
 def test_recorded_runs():
     """Fine-tuning makes the new better and the old worse, and beats as many steps from scratch."""
     names = ("before", "gentle", "tuned", "scratch", "old_gentle", "old_tuned")
@@ -305,6 +311,7 @@ def page_commands() -> list[str]:
     return [line for block in blocks for line in block.splitlines()]
 
 
+@pytest.mark.check
 def test_the_page_s_paragraphs_are_those_that_were_measured(tmp_path):
     (command,) = [line for line in page_commands() if "pydoc_data" in line]
     environment = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}

@@ -157,6 +157,7 @@ def convert() -> dict:
     return answers
 
 
+@pytest.mark.check
 def test_which_layers_are_converted(layers):
     """A side of 24 is no multiple of 16; parameters stay the same ones, with their names."""
     answers = layers[1]
@@ -236,8 +237,8 @@ class Trained:
 
 
 @pytest.fixture(scope="module", params=["gpt2-tiny", "llama-tiny"])
-def trained(request, tmp_path_factory) -> Trained:
-    return Trained(tmp_path_factory.mktemp("fp8"), request.param)
+def trained(request, make_folder) -> Trained:
+    return Trained(make_folder("fp8"), request.param)
 
 
 def assert_near_but_other(found: list[float], right: list[float]) -> None:

@@ -41,41 +41,49 @@ OPTIONS = {
     "zero1": ("--zero1",),
     "compile": ("--compile",),
 }
-# These exclude each other, or have nothing to do with each other.
-UNPAIRED = [
-    *({"selective", "full"}, {"reduce", "accumulated"}, {"async", "no-prefetch"}),
-    *({"async", "selective"}, {"async", "reduce"}, {"no-prefetch", "accumulated"}),
+# Together these cover every pair of options that can be given together.
+TOGETHER = [
+    ("whole", "selective", "offload", "no-prefetch", "reduce", "async", "compile"),
+    ("whole", "full", "offload", "no-prefetch", "accumulated", "async", "compile"),
+    ("selective", "accumulated"),
+    ("full", "reduce"),
 ]
-COMPILED_WITH = {"whole", "full", "selective", "offload"}
+EXCLUDE_EACH_OTHER = [{"selective", "full"}, {"reduce", "accumulated"}]
+ALONE = ("zero1", "prefetch-2")  # change nothing that another option does
 
 
-def singles_and_pairs() -> list[object]:
-    """Return the runs on 2 ranks of each option alone, and of pairs, which are slow together."""
-    params = []
-    for name, args in OPTIONS.items():
-        marks = [] if name in ("whole", "offload") else [pytest.mark.slow]
-        params.append(pytest.param(Run(CHAPTER, 2, args), marks=marks, id=name))
-    for pair in combinations(OPTIONS, 2):
-        if set(pair) & {"zero1", "prefetch-2"} or set(pair) in UNPAIRED:
-            continue
-        if "compile" in pair and not set(pair) & COMPILED_WITH:
-            continue
-        args = (*OPTIONS[pair[0]], *OPTIONS[pair[1]])
-        params.append(
-            pytest.param(Run(CHAPTER, 2, args), marks=pytest.mark.slow, id="+".join(pair))
+def options(*names: str) -> tuple[object, ...]:
+    return tuple(word for name in names for word in OPTIONS[name])
+
+
+def runs_with_options() -> list[object]:
+    """Return the runs on 2 ranks of options alone and together."""
+    alone = [(name,) for name in ("whole", "offload", "selective", "full", "reduce", *ALONE)]
+    cases = [((), names) for names in [*alone, *TOGETHER]]
+    cases += [(("-m", "llama-tiny"), names) for names in TOGETHER[:2]]
+    return [
+        pytest.param(
+            Run(CHAPTER, 2, (*model, *options(*names))),
+            marks=[] if names in alone[:2] else [pytest.mark.slow],
+            id="+".join([*model[1:], *names]),
         )
-    for name in ("whole", "selective", "full", "offload"):
-        run = Run(CHAPTER, 2, ("-m", "llama-tiny", *OPTIONS[name]))
-        params.append(pytest.param(run, marks=pytest.mark.slow, id=f"llama-tiny+{name}"))
-    return params
+        for model, names in cases
+    ]
+
+
+@pytest.mark.check
+def test_every_pair_of_options_is_in_a_run():
+    covered = {pair for names in TOGETHER for pair in map(frozenset, combinations(names, 2))}
+    pairs = set(map(frozenset, combinations(OPTIONS.keys() - set(ALONE), 2)))
+    assert pairs - covered == set(map(frozenset, EXCLUDE_EACH_OTHER))
 
 
 @pytest.fixture(scope="module")
-def ladder(request, tmp_path_factory) -> Ladder:
-    return Ladder(tmp_path_factory.mktemp("ladder"), selected_runs(request))
+def ladder(request, make_folder) -> Ladder:
+    return Ladder(make_folder("ladder"), selected_runs(request))
 
 
-@pytest.mark.parametrize("run", singles_and_pairs())
+@pytest.mark.parametrize("run", runs_with_options())
 def test_same_training_with_every_option(ladder, run):
     assert_chapter_1(ladder, run)
 
@@ -126,15 +134,12 @@ FSDP_BUGS = {
     ),
 }
 
-QUICK = ("a block's gradients never averaged", "weights not tied")
 
-
-@pytest.mark.parametrize(("red", "run"), planted(CHAPTER, 2, FSDP_BUGS, QUICK))
+@pytest.mark.parametrize(("red", "run"), planted(CHAPTER, 2, FSDP_BUGS))
 def test_planted_bug_is_noticed(ladder, red, run):
     assert_noticed(ladder, red, run)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(("red", "run"), planted(CHAPTER, 2, {n: BUGS[n] for n in SHARED}))
 def test_planted_bug_of_chapter_2_is_noticed(ladder, red, run):
     assert_noticed(ladder, red, run)
@@ -227,11 +232,10 @@ def calls(ladder: Ladder, run: Run, rank: int = 1) -> dict:
 
 
 def named(cases: list[tuple], *quick: str) -> list[object]:
-    """Return the parameters of cases that begin with their names; all but these are slow."""
-    return [
-        pytest.param(*values, marks=[] if name in quick else [pytest.mark.slow], id=name)
-        for name, *values in cases
-    ]
+    """Return the parameters of cases that begin with their names; all but `quick` are slow."""
+    marks = {name: [] if name in quick else [pytest.mark.slow] for name, *_ in cases}
+    marks |= {name: pytest.mark.planted for name in marks if name.startswith("bug: ")}
+    return [pytest.param(*values, marks=marks[name], id=name) for name, *values in cases]
 
 
 REDUCTIONS = [
@@ -242,9 +246,7 @@ REDUCTIONS = [
 ]
 
 
-@pytest.mark.parametrize(
-    ("count", "run"), named(REDUCTIONS, "at once", "accumulated", "bug: always")
-)
+@pytest.mark.parametrize(("count", "run"), named(REDUCTIONS, "at once", "accumulated"))
 def test_gradients_are_reduced_once_per_step(ladder, count, run):
     """Of two blocks and the rest, in the last of three backward passes or in each of them.
 
@@ -262,7 +264,7 @@ GATHERS = [
 ]
 
 
-@pytest.mark.parametrize(("count", "run"), named(GATHERS, "twice", "once", "bug: never"))
+@pytest.mark.parametrize(("count", "run"), named(GATHERS, "twice", "once"))
 def test_blocks_are_gathered_twice_per_step_or_once(ladder, count, run):
     """Each of two blocks; the rest stays between the forward and the backward pass either way."""
     assert calls(ladder, run)["foreach_all_gather"] == count
@@ -353,7 +355,8 @@ WHOLE = [
 ]
 
 
-@pytest.mark.parametrize(("red", "run"), named(WHOLE, "replicated"))
+@pytest.mark.planted
+@pytest.mark.parametrize(("red", "run"), named(WHOLE, "replicated", "built by all"))
 def test_a_rank_that_holds_more_is_noticed(ladder, red, run):
     with pytest.raises(AssertionError, match=f"^{red}"):
         assert_sharded(ladder, run)

@@ -1,6 +1,5 @@
 """What a model writes: the tokens that it says, whatever the batch, the cache and the folder."""
 
-import argparse
 import io
 import json
 import re
@@ -54,9 +53,9 @@ def save_run(run_dir: Path, name: str, model: nn.Module, step: int = 7) -> None:
 
 
 @pytest.fixture(scope="module")
-def saved(tmp_path_factory) -> Path:
+def saved(make_folder) -> Path:
     """Return a folder with a run of each model and one of its weights, and a file of prompts."""
-    folder = tmp_path_factory.mktemp("saved")
+    folder = make_folder("saved")
     for name in NAMES:
         model = random_model(name)
         save_run(folder / name, name, model)
@@ -377,6 +376,7 @@ def test_at_a_terminal(generate, saved, monkeypatch):
     assert err.splitlines()[1].startswith("The prompt 'word word word word word word ' has ")
 
 
+@pytest.mark.check
 def test_several_texts_have_titles(generate, saved):
     out = generate(saved / "gpt2-tiny", "-p", "def", "-n", 2, "--max-new-tokens", 3).out
     assert out.startswith("--- sample 1 of 'def'\ndef") and "\n--- sample 2 of 'def'\ndef" in out
@@ -445,25 +445,10 @@ def test_bad_input(refuse, saved, tmp_path):
 NO_NUMBERS = ("--top-p 0", "--top-p 90", "--temperature -1", "--top-k 0.5")
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("args", map(str.split, NO_NUMBERS), ids=NO_NUMBERS)
 def test_numbers_that_are_none(args, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["generate.py", "run", *args])
     with pytest.raises(SystemExit) as exit_:
         load_script(SCRIPT).main()
     assert exit_.value.code == 2 and f"argument {args[0]}" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize("name", ["generate", "evaluate"])
-def test_form(name, monkeypatch):
-    source = (ROOT / f"01-single-gpu/{name}.py").read_text()
-    lines = source.splitlines()
-    assert source.isascii() and max(map(len, lines)) <= 100 and len(lines) <= 150
-    assert f"python 01-single-gpu/{name}.py outputs/my-run" in source.split('"""')[1]
-    parsers, parse = [], argparse.ArgumentParser.parse_args
-    monkeypatch.setattr(
-        argparse.ArgumentParser, "parse_args", lambda self: parsers.append(self) or parse(self)
-    )
-    monkeypatch.setattr(sys, "argv", [name, "run"])
-    load_script(ROOT / f"01-single-gpu/{name}.py").get_args()
-    for action in parsers[0]._actions:
-        assert action.help and len(action.help) <= 45, action.dest

@@ -390,11 +390,11 @@ FLOAT32_RUNS = {model: run_in("fp32", model, *SLOWLY) for model in MODELS}
 
 
 @pytest.fixture(scope="module")
-def ladder(request, tmp_path_factory) -> Ladder:
+def ladder(request, make_folder) -> Ladder:
     runs = [run for run in selected_runs(request) if "fp8" not in run.args or has_fp8()]
     if any(run.chapter == "05-mixed-precision" for run in runs):
         runs += FLOAT32_RUNS.values()
-    folder = tmp_path_factory.mktemp("ladder")
+    folder = make_folder("ladder")
     return Ladder(folder, [*runs, *ALONE_RUNS.values()], in_shell=True, length=32)
 
 

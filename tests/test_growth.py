@@ -25,12 +25,14 @@ SMALL = growth.Work("ddp", 8, 2, 100, 60, 50, 3000.0, 10.0, 20.0, 1.0)
 # --- collectives, by hand ---
 
 
+@pytest.mark.check
 def test_a_gather_sends_all_but_ones_own_part():
     # 8 GPUs, 800 bytes: 7/8 of them at 100 bytes/s, and 7 hops.
     assert growth.one_way(800, 8, NODE) == pytest.approx(7 + 7 * RING[0])
     assert growth.one_way(800, 1, NODE) == 0
 
 
+@pytest.mark.check
 def test_an_all_reduce_sends_twice_as_much():
     assert growth.all_reduce(800, 8, NODE) == pytest.approx(14 + 14 * RING[0])
     # Latency for each call, bytes for all of them together.
@@ -38,6 +40,7 @@ def test_an_all_reduce_sends_twice_as_much():
     assert five == pytest.approx(14 + 5 * 14 * RING[0])
 
 
+@pytest.mark.check
 def test_over_nodes_the_ports_decide_if_they_carry_less():
     # 2 nodes of 4, all ports of a node 4 x 10 bytes/s, of which 100/450e9 arrive as on NVLink.
     two = growth.Cluster(bus=100.0, port=10.0 * growth.NVLINK / 100, node=4)
@@ -48,6 +51,7 @@ def test_over_nodes_the_ports_decide_if_they_carry_less():
     assert growth.one_way(800, 8, fast) == pytest.approx(700 / 100 + hops)
 
 
+@pytest.mark.check
 def test_an_all_reduce_of_many_takes_the_tree():
     # 1,024 GPUs on 128 nodes: 2 (7 x 28 + 7 x 50) us; the ring has 2 (896 x 3.4 + 127 x 9.6) us.
     tree = growth.all_reduce(0, 1024, growth.Cluster(1e9))
@@ -58,6 +62,7 @@ def test_an_all_reduce_of_many_takes_the_tree():
 # --- what is exposed, by hand ---
 
 
+@pytest.mark.check
 def test_ddp_hides_all_but_the_embedding():
     # 210 numbers early: 840 bytes twice at 7/8, 14.7 s, beside half of the 20 s: 4.7 s are left.
     # The embedding's 200 bytes take 3.5 s.
@@ -67,6 +72,7 @@ def test_ddp_hides_all_but_the_embedding():
     assert growth.exposed(SMALL, 1, NODE) == 0
 
 
+@pytest.mark.check
 def test_fsdp_hides_what_a_block_computes():
     # A gather of a block: 2 x 100 bytes, 1.75 s; a sum: 4 x 100 bytes, 3.5 s. A block computes for
     # (1 - 6 x 50 / 3000) / 2 = 0.45 of a pass: 4.5 s and 9 s, longer than what is sent.
@@ -80,6 +86,7 @@ def test_fsdp_hides_what_a_block_computes():
     assert growth.exposed(fast, 8, NODE) == pytest.approx(1.75 + root + ahead + behind, rel=1e-3)
 
 
+@pytest.mark.check
 def test_a_step_shards_the_update_only_with_fsdp():
     fsdp = replace(SMALL, strategy="fsdp")
     for work, update in ((SMALL, 1.0), (fsdp, 1 / 8)):
@@ -89,17 +96,20 @@ def test_a_step_shards_the_update_only_with_fsdp():
     assert growth.step(SMALL, 1, NODE, wait=2.0) == 31  # nobody to wait for
 
 
+@pytest.mark.check
 def test_efficiency_is_passes_over_the_step():
     assert growth.efficiency(SMALL, 1, NODE) == pytest.approx(30 / 31)
     assert growth.efficiency(SMALL, 1, NODE, tokens=16) == pytest.approx(60 / 61)  # not the update
 
 
+@pytest.mark.check
 def test_the_smallest_batch_is_the_smallest():
     least = growth.smallest_batch(SMALL, 8, NODE, 0.9)
     assert growth.efficiency(SMALL, 8, NODE, least) >= 0.9
     assert growth.efficiency(SMALL, 8, NODE, least - 1) < 0.9
 
 
+@pytest.mark.check
 def test_most_gpus_keep_a_sequence_each():
     free = growth.Cluster(bus=math.inf, port=math.inf, node=2**30)
     work = replace(SMALL, update=0.0, forward=1e9, backward=2e9)
@@ -109,6 +119,7 @@ def test_most_gpus_keep_a_sequence_each():
     assert growth.efficiency(SMALL, 2 * slow, NODE, 32 / slow) < 0.9
 
 
+@pytest.mark.check
 @pytest.mark.parametrize(
     ("name", "blocks", "block", "late", "whole"),
     [
@@ -199,10 +210,12 @@ def test_the_committed_file_is_of_todays_formulas_and_files():
     assert found["limits"] == growth_check.limits(cluster.bus, found["inputs"]["works"]), stale
 
 
+@pytest.mark.check
 def test_the_bus_is_what_the_page_of_chapter_2_says():
     assert growth_check.measured_bus() == pytest.approx(345e9, rel=0.03)
 
 
+@pytest.mark.check
 def test_a_series_is_fitted_on_two_gpus_and_predicts_the_others():
     def row(ms: float) -> dict:
         return {"median": {"time/total": ms}}
@@ -215,6 +228,7 @@ def test_a_series_is_fitted_on_two_gpus_and_predicts_the_others():
     assert four["measured_ms"] == 34_000
 
 
+@pytest.mark.check
 def test_what_the_page_says_of_the_check():
     rows = report.content(ROOT / report.result("growth"))["checks"]
     off = {

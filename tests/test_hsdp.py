@@ -89,8 +89,8 @@ def assert_sharded_within_nodes(run_dir: Path) -> None:
 
 
 @pytest.fixture(scope="module")
-def ladder(tmp_path_factory) -> Ladder:
-    return Ladder(tmp_path_factory.mktemp("hsdp"))
+def ladder(make_folder) -> Ladder:
+    return Ladder(make_folder("hsdp"))
 
 
 def run_ladder(ladder: Ladder, name: str, local_ranks=TWO_BY_TWO, chapter=CHAPTER, args=()) -> str:
@@ -203,9 +203,9 @@ def test_a_run_that_was_stopped_goes_on_anywhere(ladder, chapter, nodes, args):
 
 
 @pytest.fixture(scope="module")
-def lab(cluster, tmp_path_factory) -> Lab:
+def lab(cluster, make_folder) -> Lab:
     """With chapter 1's run."""
-    lab = Lab(cluster, tmp_path_factory.mktemp("hsdp-lab"))
+    lab = Lab(cluster, make_folder("hsdp-lab"))
     notes = {"NOTES": lab.environment("straight")["NOTES"]}
     assert finish(start(lab.flags("straight"), env=notes, plant=note_samples)) == 0
     return lab
@@ -244,6 +244,7 @@ def test_signal_before_the_end(lab):
     assert lab.hosts("signal") == sorted(4 * NODES)
 
 
+@pytest.mark.check
 def test_every_chapter_asks_slurm_for_the_same():
     """What a later chapter's job file does not take over from chapter 3's, it repeats."""
     files = sorted(ROOT.glob("[0-9]*/job.sbatch"))

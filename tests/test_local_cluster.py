@@ -5,6 +5,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -55,7 +56,7 @@ def test_status_lists_nodes_and_jobs(cluster):
     assert any("listed" in line and "node[1-2]" in line for line in jobs)
 
 
-def test_requeued_job_starts_again_within_seconds(cluster, tmp_path):
+def test_requeued_job_starts_again_before_slurms_own_two_minutes(cluster, tmp_path):
     script = write_job(
         tmp_path / "job.sh",
         "date +%s.%N >>starts\n"
@@ -65,7 +66,7 @@ def test_requeued_job_starts_again_within_seconds(cluster, tmp_path):
     end = cluster.wait(job, "COMPLETED")
     first, second = map(float, (tmp_path / "starts").read_text().split())
     assert end["Restarts"] == "1"
-    assert 5 < second - first < 20  # without cred_expire it is 120
+    assert second - first < 120  # at least so long without cred_expire; usually 7 seconds with it
 
 
 @pytest.mark.slow
@@ -104,7 +105,7 @@ def test_lost_node_is_noticed_and_serves_again_when_it_is_back(cluster, tmp_path
     cluster.cut("node2")
     try:
         lost = "down+not_responding"
-        cluster.until(lambda: cluster.node_state("node2") == lost, "node2 is lost", 40)
+        cluster.until(lambda: cluster.node_state("node2") == lost, "node2 is lost", 150)
         assert cluster.node_state("node1") == "idle"
         assert cluster.job(job)["Restarts"] == "1"
         lines = cluster.script("status").stdout.splitlines()
@@ -116,7 +117,7 @@ def test_lost_node_is_noticed_and_serves_again_when_it_is_back(cluster, tmp_path
         assert (first / "comm").read_text() == "slurmstepd\n"
     finally:
         cluster.mend("node2")
-    cluster.until(lambda: cluster.node_state("node2") == "idle", "node2 is back", 60)
+    cluster.until(lambda: cluster.node_state("node2") == "idle", "node2 is back")
     cluster.until(lambda: not first.exists(), "node2 has ended the first start")
     cluster.shell("scontrol", "release", job)
     cluster.wait(job, "COMPLETED")
@@ -130,10 +131,12 @@ class Machine(Cluster):
     """Where a cluster goes up and down alone, with the names that it has by default."""
 
     def __init__(self) -> None:
-        # The shell is process 1, and buries the dead.
-        command = "mount -n -t tmpfs tmpfs /run; echo ready; sleep 600; exit"
+        # The shell is process 1 and reaps the dead. All processes end with it, and it ends when its
+        # input is closed: in the end, or when this process is killed.
+        command = "mount -n -t tmpfs tmpfs /run; echo ready; read -r"
         unshare = ["unshare", "--mount", "--net", "--pid", "--fork", "--kill-child", "--mount-proc"]
-        self.holder = subprocess.Popen([*unshare, "bash", "-c", command], stdout=subprocess.PIPE)
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
+        self.holder = subprocess.Popen([*unshare, "bash", "-c", command], **pipes)
         assert self.holder.stdout.readline() == b"ready\n"
         proc = f"/proc/{self.holder.pid}"
         self.root = Path(proc, "root")
@@ -153,8 +156,7 @@ class Machine(Cluster):
         found = {}
         for line in self.shell("bash", "-c", f"({ask}) 2>/dev/null").splitlines():
             pid, parent, command = f"{line}  ".split(" ", 2)  # some end meanwhile
-            # Not zombies, and not what the machine's own shell waits for.
-            if int(pid) > 1 and ask not in command and command.strip() not in ("", "sleep 600"):
+            if int(pid) > 1 and ask not in command and command.strip():  # not zombies
                 found[int(pid)] = int(parent), command.strip()
         return found
 
@@ -206,10 +208,8 @@ def child_of(pid: int) -> int:
 def machine():
     need_cluster()
     machine = Machine()
-    yield machine
-    machine.script("down")
-    machine.holder.kill()
-    machine.holder.wait()
+    with machine.holder:
+        yield machine
 
 
 # The stages of `up`, by a file that is there from then on.
@@ -379,7 +379,7 @@ def script_from_stdin(**options: object) -> subprocess.CompletedProcess:
     return subprocess.run([shutil.which("bash"), "-s", "up"], **options)
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root")
+@pytest.mark.skipif(os.geteuid() != 0 or sys.platform != "linux", reason="needs Linux and root")
 def test_missing_packages(tmp_path):
     for tool in ("uname", "unshare", "flock"):
         (tmp_path / tool).symlink_to(shutil.which(tool))
@@ -389,7 +389,7 @@ def test_missing_packages(tmp_path):
     )
 
 
-@pytest.mark.skipif(os.geteuid() != 0, reason="needs root, to be someone else")
+@pytest.mark.skipif(os.geteuid() != 0 or sys.platform != "linux", reason="needs Linux and root")
 def test_not_root():
     result = script_from_stdin(user=65534, cwd="/")
     assert refusal(result) == "Only root can make namespaces: run this with sudo."

@@ -182,7 +182,7 @@ def rank_main(rank: int, world_size: int, runs: list, folder, queue) -> None:
 
 def on_ranks(world_size: int, runs: list, folder) -> list[list[dict]]:
     """Return for each rank what each of the runs held."""
-    return ask_ranks(world_size, rank_main, world_size, runs, folder, timeout=100)
+    return ask_ranks(world_size, rank_main, world_size, runs, folder)
 
 
 @pytest.fixture
@@ -191,9 +191,9 @@ def memory():
 
 
 @pytest.fixture(scope="module")
-def held(tmp_path_factory) -> dict[int, list]:
+def held(make_folder) -> dict[int, list]:
     """Return, for worlds of 2 and 3 ranks, what each rank holds in each run of ON_RANKS."""
-    folder = tmp_path_factory.mktemp("stores")
+    folder = make_folder("stores")
     return {world_size: on_ranks(world_size, ON_RANKS, folder) for world_size in (2, 3)}
 
 
@@ -238,13 +238,13 @@ def test_states_are_what_ranks_hold(memory, held):
         ("zero1_numel", lambda shapes, ranks: sum(map(math.prod, shapes)) // ranks, "zero1"),
     ],
 )
-def test_wrong_pieces_are_noticed(memory, held, monkeypatch, function, planted, found):
+def test_planted_wrong_pieces(memory, held, monkeypatch, function, planted, found):
     monkeypatch.setattr(memory, function, planted)
     assert {sharding for _, _, sharding, _ in wrong_states(memory, held)} == {found}
 
 
 @pytest.mark.slow
-def test_an_embedding_counted_twice_is_noticed(memory, held, monkeypatch):
+def test_planted_embedding_counted_twice(memory, held, monkeypatch):
     count = memory.count
 
     def untied(config, *args):
@@ -289,7 +289,7 @@ def test_most_bytes(memory, alone, name, flags):
             f(*args, **kwargs), {"activation_checkpointing": "full"}),
     ],
 )  # fmt: skip
-def test_wrong_peaks_are_noticed(memory, alone, monkeypatch, name, planted, flags):
+def test_planted_wrong_peaks(memory, alone, monkeypatch, name, planted, flags):
     options = memory.Options(gpus=6, **TOKENS, **FSDP, **flags)
     measured = train("gpt2-tiny", options, memory.KEPT)["peak"]
     assert memory.predict(load("gpt2-tiny"), options)["peak"] == pytest.approx(measured, rel=0.01)

@@ -184,9 +184,9 @@ class Lab:
 
 
 @pytest.fixture(scope="module")
-def lab(cluster, tmp_path_factory) -> Lab:
+def lab(cluster, make_folder) -> Lab:
     """With two runs that nobody disturbs: chapter 1's, and chapter 3's on 2 ranks here."""
-    lab = Lab(cluster, tmp_path_factory.mktemp("lab"))
+    lab = Lab(cluster, make_folder("lab"))
     assert finish(start(lab.flags("alone"))) == 0
     notes = lab.environment("straight")
     ranks = Ranks(
@@ -370,7 +370,7 @@ def test_kill_9_of_a_launcher(lab, node):
     (agent,) = lab.processes(node, "-m torch.distributed.run")
     (worker,) = lab.workers(node)
     os.kill(agent, signal.SIGKILL)
-    lab.wait_for(lambda: not Path(f"/proc/{worker}").exists(), timeout=5)
+    lab.wait_for(lambda: not Path(f"/proc/{worker}").exists())
     assert lab.ends(number) == "COMPLETED", lab.log(name)
     assert restarts(lab, number) == 1
     lab.assert_same(name, "straight", exact=True)
@@ -520,7 +520,10 @@ def test_commands_of_the_slurm_page(cluster, copy, tmp_path):
     script = ROOT / "03-multi-node/local_cluster.sh"
     if subprocess.run(["bash", script, "status"], capture_output=True).returncode == 0:
         pytest.skip("a local cluster is up already: it is not this test's to take down")
-    try:
+    # Its input is closed in the end, or when this process is killed: the cluster then goes down.
+    down = ["bash", "-c", 'read -r; exec bash "$0" down &>/dev/null', script]
+    own = {"stdin": subprocess.PIPE, "start_new_session": True}
+    with subprocess.Popen(down, env={"PATH": env["PATH"]}, **own) as keeper:
         done = subprocess.run(
             ["bash", "-c", "\n".join(lines)],
             env={**env, **hook, "NPROC_PER_NODE": "1"},
@@ -528,8 +531,7 @@ def test_commands_of_the_slurm_page(cluster, copy, tmp_path):
             text=True,
             timeout=2 * PATIENCE_S,
         )
-    finally:
-        subprocess.run(["bash", script, "down"], check=True)
+    assert keeper.returncode == 0
     assert done.returncode == 0, done.stdout + done.stderr
     assert "node2" in done.stdout and "Restarts=2 " in done.stdout
     steps = [

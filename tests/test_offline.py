@@ -5,6 +5,9 @@ import shutil
 import socket
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -116,3 +119,74 @@ def test_a_local_model_and_a_hub_data_set(cut_off, tmp_path):
     assert done.returncode == 2
     assert "data set 'tatsu-lab/alpaca' is neither" in done.stderr.splitlines()[-1]
     assert "Retrying" not in done.stderr
+
+
+# --- a hub that answers ---
+
+
+class Hub(BaseHTTPRequestHandler):
+    """A hub with the configuration of one model, someone/tiny."""
+
+    config = (ROOT / "common/presets/gpt2-tiny/config.json").read_bytes()
+
+    def do_HEAD(self) -> None:
+        self.do_GET()
+
+    def do_GET(self) -> None:
+        known = self.path == "/someone/tiny/resolve/main/config.json"
+        content = self.config if known else b""
+        self.send_response(200 if known or self.path == "/" else 404)
+        self.send_header("Content-Length", str(len(content)))
+        self.send_header("ETag", '"1"')
+        self.send_header("X-Repo-Commit", "0" * 40)
+        if not known:
+            self.send_header("X-Error-Code", "RepoNotFound")
+        self.end_headers()
+        if self.command == "GET":
+            self.wfile.write(content)
+
+    def log_message(self, *_: object) -> None:
+        """Say nothing of each request."""
+
+
+@pytest.fixture
+def hub() -> Iterator[str]:
+    """Start the hub on this machine and return its address."""
+    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        yield f"http://127.0.0.1:{server.server_port}"
+        server.shutdown()
+
+
+ASK = """
+from common import models
+print(models.load_config("someone/tiny").n_embd)
+def ask_for_another():
+    try:
+        models.load_config("someone/else")
+    except models.InputError as error:
+        print(error)
+ask_for_another()
+models.hub_is_reachable.cache_clear()
+models.constants.ENDPOINT = "http://127.0.0.1:9"  # the planted fault: nothing listens there
+ask_for_another()
+"""
+
+
+def test_a_hub_that_answers_is_asked(hub, tmp_path):
+    """For a model that it has, and for one that it has not."""
+    environment = {key: value for key, value in os.environ.items() if key != "HF_HUB_OFFLINE"}
+    environment |= {"HF_ENDPOINT": hub, "HF_HOME": str(tmp_path), "NO_PROXY": "127.0.0.1"}
+    done = subprocess.run(
+        [sys.executable, "-c", ASK],
+        cwd=ROOT,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+    width, unknown, out_of_reach = done.stdout.splitlines()
+    assert width == "128"
+    assert "someone/else" in unknown and "cannot be reached" not in unknown
+    assert "someone/else" in out_of_reach and "cannot be reached" in out_of_reach

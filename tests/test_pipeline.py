@@ -14,8 +14,8 @@ RESULTS = ("tokenizer", "evaluation.json", "model", "samples.jsonl")
 
 
 @pytest.fixture(scope="module")
-def lab(cluster, tmp_path_factory) -> Lab:
-    return Lab(cluster, tmp_path_factory.mktemp("pipeline"))
+def lab(cluster, make_folder) -> Lab:
+    return Lab(cluster, make_folder("pipeline"))
 
 
 def submit(lab: Lab, name: str, *args: object, **env: object) -> str:

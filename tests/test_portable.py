@@ -86,7 +86,7 @@ def test_saved_on_some_ranks_loaded_on_others(tmp_path, saved_on, saved_sharded)
             assert found == expected, (world_size, sharded)
 
 
-def test_a_wrong_shard_is_noticed(tmp_path):
+def test_planted_wrong_shard(tmp_path):
     """The planted bug swaps two shards of equal size in the checkpoint's index."""
     expected = run_ranks(2, True, "save", tmp_path)[0]
     path = tmp_path / json.loads((tmp_path / "state.json").read_text())["checkpoints"][-1]["path"]

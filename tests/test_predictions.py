@@ -240,7 +240,8 @@ def test_what_was_not_measured_is_not_shown():
     runs = {"one": [run], "short": [None], "broken": [{"failed": [1]}], "absent": []}
     found = {"rows": [{"label": label, "runs": each} for label, each in runs.items()]}
     known = {"fsdp_options": {"one": {"peak_gib": 1.0}}}
-    _, _, *rows = report.fsdp_options(found, known)
+    files = {"fsdp_options": found, "predictions": known}
+    _, _, *rows = report.TABLES["fsdp_options"].lines(files.get)
     assert rows == [
         "| one | 10 | 5 | 2.0 | 1.0 | +100.0% |",
         "| short | out of memory |  |  |  |  |",
@@ -249,8 +250,10 @@ def test_what_was_not_measured_is_not_shown():
 
 def test_out_of_memory_is_a_row_too():
     found = {"rows": [{"label": "one", "runs": [None]}, {"label": "two", "runs": []}]}
-    _, _, *rows = report.precision_rows(found, {"one": {"peak_gib": 150.0}})
-    assert rows == ["| one | out of memory | | | | 150.0 | |"]
+    known = {"fsdp_precision": {"one": {"peak_gib": 150.0}}}
+    files = {"fsdp_precision": found, "predictions": known}
+    _, _, *rows = report.TABLES["fsdp_precision"].lines(files.get)
+    assert rows == ["| one | out of memory |  |  |  | 150.0 |  |"]
 
 
 def test_steps_around_a_save():
@@ -264,9 +267,9 @@ def test_steps_around_a_save():
     run = {"saves": saves, "total_ms": total_ms}
     command = "04-fsdp/train_llm.py --ckpt-freq 3"
     each = {"label": "async", "command": command, "warm_up": 1, "runs": [run]}
-    *_, shown = report.fsdp_checkpoint({"rows": [each]})
+    *_, shown = report.TABLES["fsdp_checkpoint"].lines(lambda source: {"rows": [each]})
     before, during = "500 (500 to 500)", "600 (600 to 600)"
-    assert shown == f"| async | 0.50 | 1.50 | {before} | {during} | 400 (400 to 400) |"
+    assert shown == f"| async | 0.50 | 1.50 | {before} | {during} | 400 |"
 
 
 def test_parts_of_a_save():
@@ -276,7 +279,7 @@ def test_parts_of_a_save():
     calls += [("removal", 0.5, 20.875), ("save", 1.0, 20.0), ("removal", 1.0, 19.125)]
     saves = [{"what": what, "seconds": seconds, "at": at} for what, seconds, at in calls]
     rows = [{"label": label, "runs": [{"saves": saves}]} for label in ("async", "sync")]
-    _, _, *shown = report.gpt2_checkpoint_parts({"rows": rows}, {"rows": rows})
+    _, _, *shown = report.TABLES["gpt2_checkpoint_parts"].lines(lambda source: {"rows": rows})
     parts = [
         "1 | 2.00 | 0.50 | 0.50 | 0.00 | 0.50 | 0.50 |",
         "2 | 1.00 | 0.00 | 0.00 | 0.25 | 0.00 | 0.75 |",

@@ -20,7 +20,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from cluster import PATIENCE_S, Cluster, need_cluster
+from cluster import PATIENCE_S, running_cluster
 from conftest import (
     ROOT,
     TORCHRUN,
@@ -47,6 +47,7 @@ preflight = load_script(SCRIPT)
 # --- what is computed ---
 
 
+@pytest.mark.check
 def test_bus_bandwidth_is_that_of_nccl_tests():
     """2 (n - 1) / n: as good as once for 2 ranks, 1.75 times for 8, and next to 2 for very many."""
     assert preflight.bus_bandwidth(10**9, 1.0, 2) == 1.0
@@ -55,6 +56,7 @@ def test_bus_bandwidth_is_that_of_nccl_tests():
     assert preflight.bus_bandwidth(268435456, 0.155025, 2) == pytest.approx(1.7316, rel=1e-4)
 
 
+@pytest.mark.check
 def test_the_odd_node_out():
     three = {"node1": "2.13.0", "node2": "2.12.0", "node3": "2.13.0"}
     assert preflight.compare("torch", three) == ["torch: node2 has 2.12.0, the others 2.13.0"]
@@ -64,6 +66,7 @@ def test_the_odd_node_out():
     assert preflight.compare("torch", first) == ["torch: node1 has 2.12.0, the others 2.13.0"]
 
 
+@pytest.mark.check
 def test_of_two_nodes_none_is_right():
     """Nor of two against two: then the sentence says who differs from rank 0's."""
     said = ["torch: node2 has 2.12.0, rank 0's node1 2.13.0"]
@@ -75,6 +78,7 @@ def test_of_two_nodes_none_is_right():
     ]
 
 
+@pytest.mark.check
 def test_of_code_the_files_that_differ_are_named():
     right = {"common/data.py": "aa", "common/rng.py": "bb", "common/cli.py": "cc"}
     one = {**right, "common/rng.py": "b0"}
@@ -97,6 +101,7 @@ SLOWED = {
 }
 
 
+@pytest.mark.check
 def test_a_slow_node_is_the_one_whose_links_are_all_slow():
     node, *links = preflight.find_slow("link", SLOWED, 2.0, None)
     assert node == "bandwidth: every link of node2 is slow"
@@ -109,6 +114,7 @@ def test_a_slow_node_is_the_one_whose_links_are_all_slow():
     assert all("164.2 times less than the others" in link for link in links)
 
 
+@pytest.mark.check
 def test_a_slow_link_between_sound_nodes():
     one = {**SLOWED, "node2 - node3": at(0.4)}
     (fault,) = preflight.find_slow("link", one, 2.0, None)
@@ -117,12 +123,14 @@ def test_a_slow_link_between_sound_nodes():
     assert preflight.find_slow("link", even, 2.0, None) == []
 
 
+@pytest.mark.check
 def test_small_all_reduces_are_not_compared():
     """A busy core makes them ten times slower: seen on sound nodes."""
     small = {name: {1024: link[2**20]} for name, link in SLOWED.items()}
     assert preflight.find_slow("link", small, 2.0, None) == []
 
 
+@pytest.mark.check
 def test_a_link_too_slow_for_large_sizes_is_compared_all_the_same():
     """It stops below 1 MiB, where the others went on."""
     crawls = {name: {**link, 1024: {"GB/s": 0.001}} for name, link in SLOWED.items()}
@@ -131,6 +139,7 @@ def test_a_link_too_slow_for_large_sizes_is_compared_all_the_same():
     assert fault.startswith("bandwidth: link node1 - node2 has 0.0001 GB/s, 10.0 times less")
 
 
+@pytest.mark.check
 def test_a_wrong_clock_is_the_one_that_is_not_the_majoritys():
     right = {"node1": (0.0, 0.0), "node2": (0.0001, 0.0001), "node3": (-0.0002, 0.0001)}
     assert preflight.find_wrong_clocks(right) == []
@@ -148,6 +157,7 @@ def test_a_wrong_clock_is_the_one_that_is_not_the_majoritys():
     assert preflight.find_wrong_clocks({"node1": (0.0, 0.0), "node2": (1.5, 0.6)}) == []  # in doubt
 
 
+@pytest.mark.check
 def test_a_folder_of_its_own_is_that_of_the_node_that_has_it():
     seen = {"node1": ["node1", "node2"], "node2": ["node1", "node2"], "node3": ["node3"]}
     assert preflight.find_other_folders("/tmp/out", seen) == [
@@ -161,6 +171,7 @@ def test_a_folder_of_its_own_is_that_of_the_node_that_has_it():
     assert fault.startswith("save folder: files come to the other nodes too late in /tmp/out")
 
 
+@pytest.mark.check
 def test_one_link_alone_is_only_slow_against_a_number_that_is_given():
     alone = {"node1 - node2": at(0.0024)}
     assert preflight.find_slow("link", alone, 2.0, None) == []
@@ -170,6 +181,7 @@ def test_one_link_alone_is_only_slow_against_a_number_that_is_given():
     assert preflight.find_slow("link", {}, 2.0, 0.1) == []
 
 
+@pytest.mark.check
 def test_who_is_to_blame_for_a_stage_that_does_not_end(monkeypatch):
     monkeypatch.delenv("SLURM_STEP_NODELIST", raising=False)
     hosts = {0: "node1", 1: "node1", 2: "node2", 3: "node2"}
@@ -219,6 +231,7 @@ def check_nodes(monkeypatch, meeting: Three) -> list[str]:
     return preflight.check_nodes(meeting, argparse.Namespace(data_timeout=1))[0]
 
 
+@pytest.mark.check
 def test_what_somebody_else_holds(monkeypatch):
     even = [70.0, 71.0, 70.0, 76.0, 70.0, 70.0]
     assert check_nodes(monkeypatch, Three(even, facts(), facts(90), facts(60))) == []
@@ -229,6 +242,7 @@ def test_what_somebody_else_holds(monkeypatch):
     ]
 
 
+@pytest.mark.check
 def test_data_that_one_node_lacks_is_a_fault_and_that_all_lack_bad_input(monkeypatch):
     lacks = facts(error="There is no data set at 'x'.")
     (fault,) = check_nodes(monkeypatch, Three([None] * 6, facts(), lacks, facts()))
@@ -365,6 +379,7 @@ def test_a_fault_is_what_is_slow_each_time(tmp_path, corpus, goes, node):
     assert statuses == ([1, 1] if goes == preflight.GOES else [0, 0])
 
 
+@pytest.mark.check
 def test_the_best_time_counts_and_a_wrong_sum_each_time():
     first = [{"link": {"seconds": {"1024": 2.0, "4096": 8.0}, "wrong": []}}, {}]
     second = [{"link": {"seconds": {"1024": 3.0, "4096": 4.0}, "wrong": [1024]}}, {}]
@@ -387,12 +402,12 @@ def die() -> None:
 
 def test_a_rank_that_dies_in_an_all_reduce_ends_all(tmp_path, corpus):
     started = time.monotonic()
-    statuses, said = check(tmp_path, corpus, plant=die)
+    statuses, said = check(tmp_path, corpus, "--timeout", 600, plant=die)
     assert statuses == [1, -signal.SIGKILL]
     end = said.splitlines()[-1]
     assert end.startswith("Not sound: all-reduce of 4,096 bytes over 2 ranks: ")
     assert end.endswith(f"; no answer from rank 1 on {HOST}.")
-    assert time.monotonic() - started < 45, "nobody waited for the timeout"
+    assert time.monotonic() - started < 300, "somebody waited for the timeout"
 
 
 def fall_asleep() -> None:
@@ -538,8 +553,8 @@ class Nodes:
 
 
 @pytest.fixture(scope="module")
-def nodes(cluster, tmp_path_factory) -> Nodes:
-    return Nodes(cluster, tmp_path_factory.mktemp("preflight"))
+def nodes(cluster, make_folder) -> Nodes:
+    return Nodes(cluster, make_folder("preflight"))
 
 
 def last_sentence(said: str) -> str:
@@ -653,16 +668,13 @@ def test_a_link_slowed_down_with_tc(nodes):
 @pytest.mark.slow
 def test_one_slow_node_of_three_with_the_default_thresholds(tmp_path):
     """Sound, none of the links is taken for slow. At 4 Mbit/s all ranks do not come to 1 MiB."""
-    need_cluster()
-    trio = Cluster("trio", "10.97.0")
+    with running_cluster(3) as trio:
 
-    def set_rate(node: str, verb: str, rate: str) -> None:
-        qdisc = ("ip", "netns", "exec", f"trio-{node}", "tc", "qdisc", verb, "dev", "eth0", "root")
-        trio.shell(*qdisc, "tbf", "rate", rate, "burst", "64kb", "latency", "400ms")
+        def set_rate(node: str, verb: str, rate: str) -> None:
+            qdisc = ("ip", "netns", "exec", f"{trio.name}-{node}", "tc", "qdisc", verb)
+            tbf = ("tbf", "rate", rate, "burst", "64kb", "latency", "400ms")
+            trio.shell(*qdisc, "dev", "eth0", "root", *tbf)
 
-    trio.down()
-    trio.up(3)
-    try:
         nodes = Nodes(trio, tmp_path, count=3)
         # Where the cables limit the speed, and not who else computes here.
         for node in ("node1", "node2", "node3"):
@@ -675,8 +687,6 @@ def test_one_slow_node_of_three_with_the_default_thresholds(tmp_path):
         assert status == 1, said
         assert "bandwidth: every link of node2 is slow; " in last_sentence(said)
         assert "link node1 - node3 has" not in said
-    finally:
-        trio.down()
 
 
 def block_of_the_page(word: str) -> str:

@@ -164,8 +164,8 @@ def run(monkeypatch, capfd, caplog):
 
 
 @pytest.fixture(scope="module")
-def texts(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("texts") / "corpus.json"
+def texts(make_folder) -> Path:
+    path = make_folder("texts") / "corpus.json"
     path.write_text(json.dumps([f"Text number {n}, of many words. " * 20 for n in range(50)]))
     return path
 

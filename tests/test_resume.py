@@ -4,13 +4,16 @@ import errno
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import threading
 import time
+import types
 from itertools import pairwise
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
@@ -19,7 +22,7 @@ from runner import SAVE_STAGES, finish, start
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.optim.lr_scheduler import LambdaLR
 
-from common import checkpoint, commit, summing
+from common import checkpoint, commit, rng, summing
 from common.cli import InputError
 from common.data import ResumableSampler
 from common.record import measure_file
@@ -30,8 +33,8 @@ EXACT = ("loss", "lr", "grad_norm", "epoch", "epoch_progress", "batches_left", "
 
 
 @pytest.fixture(scope="module")
-def flags(tmp_path_factory) -> list[object]:
-    return make_flags(tmp_path_factory.mktemp("inputs"))
+def flags(make_folder) -> list[object]:
+    return make_flags(make_folder("inputs"))
 
 
 def make_flags(folder: Path) -> list[object]:
@@ -85,8 +88,8 @@ class Runs:
 
 
 @pytest.fixture(scope="module")
-def straight(tmp_path_factory, flags) -> Runs:
-    runs = Runs(tmp_path_factory.mktemp("straight"), flags)
+def straight(make_folder, flags) -> Runs:
+    runs = Runs(make_folder("straight"), flags)
     assert runs.finish("straight") == 0
     metrics = runs.metrics("straight")
     assert metrics[-1]["step"] == STEPS and metrics[-1]["epoch"] >= 2
@@ -343,6 +346,85 @@ def test_planted_file_that_is_left_for_the_end_is_noticed(tmp_path, monkeypatch)
     monkeypatch.setattr(_LocalFiles, "early", False)
     with pytest.raises(AssertionError, match="left for the end"):
         check_that_a_disk_begins_early(tmp_path, monkeypatch)
+
+
+# --- what a kill or a power failure cannot harm ---
+
+
+def check_the_order_of_a_commit(folder: Path, monkeypatch) -> None:
+    """What is renamed is on the disk, and what is deleted is no longer in state.json."""
+    on_disk, rename, sync = set(), Path.replace, os.fsync
+
+    def note_sync(file: int) -> None:
+        on_disk.add(os.fstat(file).st_ino)
+        sync(file)
+
+    def check_rename(path: Path, target: Path) -> Path:
+        files = list(path.iterdir()) if path.is_dir() else [path]
+        missing = {file.name for file in files if file.stat().st_ino not in on_disk}
+        assert not missing, f"renamed before it is on the disk: {missing}"
+        return rename(path, target)
+
+    def check_removal(path: Path) -> None:
+        recorded = (folder / "state.json").read_text()
+        assert f'/{path.name}"' not in recorded, f"deleted while state.json names it: {path.name}"
+        shutil.rmtree(path)
+
+    monkeypatch.setattr(os, "fsync", note_sync)
+    monkeypatch.setattr(Path, "replace", check_rename)
+    monkeypatch.setattr(commit, "remove_folder", check_removal)
+    for step in (1, 2):
+        checkpoint.write_content(folder, {"state": {"step": step}}, {}, keep=1)
+        commit.finish_removal()
+    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-00000002"]
+
+
+@pytest.mark.check
+def test_the_order_of_a_commit(tmp_path, monkeypatch):
+    check_the_order_of_a_commit(tmp_path, monkeypatch)
+
+
+def delete_first(monkeypatch) -> None:
+    write = commit._write_record
+
+    def delete_and_write(run_dir: Path, training: dict, records: list[dict]) -> None:
+        if (run_dir / "state.json").exists():
+            commit._remove_all_but(records, run_dir)
+        write(run_dir, training, records)
+
+    monkeypatch.setattr(commit, "_write_record", delete_and_write)
+
+
+def do_not_sync_the_record(monkeypatch) -> None:
+    monkeypatch.setattr(commit, "os", types.SimpleNamespace(fsync=lambda file: None))
+
+
+@pytest.mark.check
+@pytest.mark.parametrize(
+    ("bug", "seen"),
+    [
+        (delete_first, "deleted while state.json names it: step-00000001"),
+        (do_not_sync_the_record, "renamed before it is on the disk: {'state.json.tmp'}"),
+    ],
+)
+def test_planted_order_is_noticed(tmp_path, monkeypatch, bug, seen):
+    bug(monkeypatch)
+    with pytest.raises(AssertionError, match=f"^{re.escape(seen)}"):
+        check_the_order_of_a_commit(tmp_path, monkeypatch)
+
+
+@pytest.mark.check
+def test_all_generators_go_on_where_they_were():
+    """Also those that no model of this guide draws from: a reader's may."""
+
+    def draw() -> tuple[float, float, float]:
+        return torch.rand(()).item(), np.random.rand(), random.random()
+
+    state = rng.get_rng_state()
+    first = draw()
+    assert all(one != other for one, other in zip(first, draw(), strict=True))
+    rng.set_rng_state(state)
+    assert draw() == first
 
 
 # --- what is no longer kept ---

@@ -37,11 +37,13 @@ def samples() -> dict[int, list[tuple[int, ...]]]:
 # --- what is compared ---
 
 
+@pytest.mark.check
 def test_a_run_like_the_other_is_right():
     assert wrong_lines(lines(), lines()) == []
     assert wrong_samples(samples(), samples()) == []
 
 
+@pytest.mark.check
 def test_a_step_that_was_trained_again_is_right():
     """Times differ from run to run; what a step takes twice is the same."""
     found = [{**line, "tokens_per_s": 1.0} for line in lines()]
@@ -106,6 +108,7 @@ def put(path: Path, steps: range, end: str = "") -> None:
     temporary.replace(path)
 
 
+@pytest.mark.check
 def test_starts_and_steps_are_seen(tmp_path):
     watch, path = Watch(tmp_path), tmp_path / "metrics.jsonl"
     assert (watch.look().start, watch.look().step) == (0, 0)
@@ -119,6 +122,7 @@ def test_starts_and_steps_are_seen(tmp_path):
     assert len(watch.seen) == 4, "what has not changed is not kept"
 
 
+@pytest.mark.check
 def test_standstill(tmp_path):
     """Old steps in a file that was replaced are no new ones; a wait without a start is a gap."""
     watch = Watch(tmp_path)
@@ -129,6 +133,7 @@ def test_standstill(tmp_path):
     assert watch.standstill(watch.seen[0]) == 3.0
 
 
+@pytest.mark.check
 @pytest.mark.parametrize("stage", SAVE_STAGES)
 def test_stage_of_a_save(tmp_path, stage):
     """How far it came is read from what a kill has left."""
@@ -151,7 +156,7 @@ def test_short_soak(cluster, tmp_path, monkeypatch):
     """Hits that torchrun, TCP and the queue mend; then a step is taken out, which is noticed."""
     kinds = ["worker", "cable, short", "save, launcher"]
     monkeypatch.setattr(soak, "AT_MOST_S", 0.5)
-    lab, hits = Soak(cluster, tmp_path, steps=500, seed=1), []
+    lab, hits = Soak(cluster, tmp_path, steps=300, seed=1), []
     lab.undisturbed()
     run = lab.train("run", 1, len(kinds), hits.append, kinds)
     assert run["complaints"] == [], lab.log("run")[-5000:]
@@ -170,6 +175,7 @@ def test_short_soak(cluster, tmp_path, monkeypatch):
 # --- the result ---
 
 
+@pytest.mark.check
 def test_the_log_and_the_result_agree():
     result = json.loads(RESULT.read_text())["results"]
     hits = report.content(RESULT.with_suffix(".jsonl"))

@@ -28,7 +28,7 @@ from conftest import CHAPTERS, ROOT, random_texts, read_metrics
 from runner import Ranks, Series, after_steps, finish, start
 from test_allreduce_by_hand import check_table, run_ranks
 from test_autocast import apply, changed
-from test_resume_ranks import SECONDS_TO_END, newest_step, tensors
+from test_resume_ranks import newest_step, tensors
 from test_stop import speak_at_once
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers import AutoModelForCausalLM
@@ -107,17 +107,6 @@ def checks_left_out(page: str, solutions: str) -> list[str]:
     ]
 
 
-def too_short_or_long(page: str, solutions: str) -> list[str]:
-    """3 to 10 sentences, the line with the commands among them."""
-    complaints = []
-    for key, text in sections(solutions).items():
-        plain = re.sub(r"`[^`]+`", "code", test_pages.prose(text))
-        count = len(re.findall(r"[.?](?=\s)", plain))
-        if not 3 <= count <= 10:
-            complaints.append(f"{key} has {count} sentences")
-    return complaints
-
-
 def over_budget(page: str, solutions: str) -> list[str]:
     """Lines added or removed by the diff, or of Python; none where the exercise needs none."""
     complaints = []
@@ -142,7 +131,7 @@ def over_budget(page: str, solutions: str) -> list[str]:
     return complaints
 
 
-RULES = (unsolved, checks_left_out, too_short_or_long, over_budget)
+RULES = (unsolved, checks_left_out, over_budget)
 
 
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
@@ -165,7 +154,6 @@ def test_checks_choose_tests(chapter):
         (unsolved, r"^## 5\.(.*\n)*", "", "for ["),
         (unsolved, r"\Z", "\n## 6. One more\n", "One more"),
         (checks_left_out, "-k planted", "-k bugs", "lacks python -m pytest tests/test_parity.py"),
-        (too_short_or_long, r"(^## 3\..*\n)(.*\n)*(?=^## 4)", r"\1\nYes.\n\n", "1 sentences"),
         (over_budget, r"(^## 3\..*\n)", r"\1\n```python\nx = 7\n```\n", "has 1 lines for 0"),
         (over_budget, r"(^\+ .*= model.*\n)", r"\1+    pass\n", "has 2 lines for 1"),
         (over_budget, r"^\+ ( .*= model.*)/ accu.*", r"+ \1", "words"),
@@ -337,10 +325,6 @@ def ring() -> list[str]:
     ]
 
 
-def dies() -> list[str]:
-    return [f"within {SECONDS_TO_END:.0f} seconds"]
-
-
 def arithmetic(devices: int) -> str:
     """Return how the default step is shared out, as the log says it."""
     args = type("Args", (), {"global_batch_size": 24, "batch_size": 8})
@@ -476,7 +460,6 @@ CLAIMS: dict[tuple[str, int], Callable[[], list[str]]] = {
     (ALONE, 5): vocabulary,
     (DDP, 1): same_training,
     (DDP, 3): ring,
-    (DDP, 4): dies,
     (DDP, 5): back_and_forth,
     (NODES, 1): launchers,
     (NODES, 2): pauses,
@@ -631,9 +614,9 @@ def note_weights(path: Path) -> Iterator[None]:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory) -> Path:
+def runs(make_folder) -> Path:
     """The folder of the runs of chapter 2."""
-    folder = tmp_path_factory.mktemp("runs")
+    folder = make_folder("runs")
     weights = [functools.partial(note_weights, folder / f"weights-{rank}") for rank in range(2)]
     chosen = {
         "right": (DDP, 1, [contextlib.nullcontext] * 2),
@@ -643,7 +626,7 @@ def runs(tmp_path_factory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def pauses(tmp_path_factory) -> Path:
+def pauses(make_folder) -> Path:
     """The folder of the runs of chapter 3 in which a rank pauses."""
     nothing = contextlib.nullcontext
     chosen = {
@@ -651,7 +634,7 @@ def pauses(tmp_path_factory) -> Path:
         "pause-1": (NODES, LOG_EVERY, [nothing, pause_between_steps]),
         "in-backward": (NODES, LOG_EVERY, [nothing, pause_in_backward]),
     }
-    return train_all(tmp_path_factory.mktemp("pauses"), chosen)
+    return train_all(make_folder("pauses"), chosen)
 
 
 def train_all(folder: Path, chosen: dict[str, tuple]) -> Path:

@@ -84,8 +84,8 @@ class Runs:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory) -> Runs:
-    return Runs(tmp_path_factory.mktemp("runs"))
+def runs(make_folder) -> Runs:
+    return Runs(make_folder("runs"))
 
 
 @pytest.fixture(scope="module", params=first_then_slow(STOPPING))

@@ -232,7 +232,7 @@ def test_a_chapter_and_the_bare_loop_side_by_side(tmp_path, monkeypatch, capsys)
         assert row["median"]["time/total"] > 0 and row["median"]["peak_mem_gib"] > 0
         assert row["median"]["first_line_s"] > 0.1
     assert found["baseline on 1"]["ratio"]["median"] == 1.0
-    table = report.speed_rows(written["results"])
+    table = report.TABLES["speed_cpu"].lines(lambda source: written["results"])
     assert len(table) == 4
     assert all(row.count("|") == table[0].count("|") for row in table)
 

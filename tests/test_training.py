@@ -1,7 +1,6 @@
 """What chapter 1 computes and what it leaves behind."""
 
 import fcntl
-import json
 import math
 import os
 import pty
@@ -201,15 +200,6 @@ def test_planted_evaluation_in_the_time_of_a_step_is_noticed(train, tmp_path):
     wrong = plant("01-single-gpu", tmp_path / "chapter", [('with timers("evaluate"):', "if True:")])
     line = train(*EVALUATED, whole=True, chapter=wrong)[2]
     assert line["step"] == 10 and in_phases(line) < 0.5 * line["time/total"]
-
-
-@pytest.mark.slow
-def test_newest_checkpoints_stay(train, tmp_path):
-    train("-s", 16, "--max-steps", 9, "--ckpt-freq", 2, "--keep-checkpoints", 3)
-    kept = sorted(path.name for path in (tmp_path / "run/checkpoints").iterdir())
-    assert kept == ["step-00000006", "step-00000008", "step-00000009"]
-    records = json.loads((tmp_path / "run/state.json").read_text())["checkpoints"]
-    assert [record["step"] for record in records] == [6, 8, 9]
 
 
 def test_bfloat16_weights_train_and_rotary_tables_stay_float32(train):

@@ -6,9 +6,12 @@ import socket
 from pathlib import Path
 
 import pytest
+import wandb
 from conftest import CHAPTERS, first_then_slow, read_metrics, run_script, write_corpus
 from runner import Ranks
 from wandb.proto import wandb_internal_pb2
+
+from common.tracker import Tracker
 
 SCRIPT = "01-single-gpu/train_llm.py"
 FLAGS = ("-s", 32, "--max-steps", 8, "--log-freq", 2, "--ckpt-freq", 4, "--eval-freq", 4)
@@ -54,12 +57,12 @@ def read_run(folder: Path) -> tuple[object, dict, list[dict]]:
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory) -> tuple[Path, list[Path]]:
+def runs(make_folder) -> tuple[Path, list[Path]]:
     """A run, and its continuation after its newest checkpoint was deleted."""
-    save_dir = tmp_path_factory.mktemp("wandb")
-    corpus = write_corpus(tmp_path_factory.mktemp("text"))
+    save_dir = make_folder("wandb")
+    corpus = write_corpus(make_folder("text"))
     args = (SCRIPT, *FLAGS, "-d", corpus, "--save-dir", save_dir, "-e", "a-run")
-    empty_home = {"HOME": str(tmp_path_factory.mktemp("home")), "WANDB_MODE": "offline"}
+    empty_home = {"HOME": str(make_folder("home")), "WANDB_MODE": "offline"}
     assert run_script(*args, **empty_home).returncode == 0
     first = list((save_dir / "a-run/wandb").glob("offline-run-*"))
     (save_dir / "a-run/checkpoints/step-00000008").rename(save_dir / "newest")
@@ -91,6 +94,32 @@ def test_resumed_run_has_the_same_id(runs):
     _, _, before = read_run(folders[0])
     assert [line["loss"] for line in history] == [line["loss"] for line in before[2:]]
     assert [line["step"] for line in read_metrics(run_dir)] == [2, 4, 6, 8]
+
+
+@pytest.mark.check
+@pytest.mark.parametrize(
+    ("variable", "logged_in", "mode"),
+    [
+        (None, True, None),  # wandb's own default: online
+        (None, False, "offline"),
+        ("online", False, "online"),
+        ("offline", True, "offline"),
+    ],
+)
+def test_a_login_goes_online_and_a_run_of_this_name_goes_on(
+    monkeypatch, tmp_path, variable, logged_in, mode
+):
+    """What wandb is asked for: there is no account here with which it could be shown."""
+    asked = {}
+    monkeypatch.setattr(wandb, "login", lambda **_: logged_in)
+    monkeypatch.setattr(wandb, "init", lambda **options: asked.update(options))
+    monkeypatch.delenv("WANDB_MODE")
+    if variable:
+        monkeypatch.setenv("WANDB_MODE", variable)
+    (tmp_path / "a-run").mkdir()
+    Tracker(tmp_path / "a-run", {}, 0).finish()
+    assert asked["mode"] == mode
+    assert (asked["id"], asked["resume"]) == ("a-run", "allow")
 
 
 @pytest.mark.slow  # wandb tries for half a minute

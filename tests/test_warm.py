@@ -1,6 +1,7 @@
 """The interpreter of warm.py: as the real one, but for the time it takes to start."""
 
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ from conftest import quick, quick_commands, wait_for_file
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="needs Linux"),
     pytest.mark.skipif(torch.cuda.is_available(), reason="only the real one can use a GPU"),
+    pytest.mark.skipif("REAL_PYTHON" in os.environ, reason="REAL_PYTHON is set"),
 ]
 SCRIPT = """\
 import json, os, signal, sys
@@ -23,6 +25,12 @@ print("transformers" in sys.modules, file=sys.stderr)
 if "where" in sys.argv:
     import socket, glob
     print(os.uname().nodename, socket.if_nameindex(), glob.glob("mounted/*"), sep="\\n")
+if "threads" in sys.argv:
+    import torch
+    print(torch.get_num_threads())
+if "crash" in sys.argv:
+    import ctypes
+    ctypes.CDLL(None).on_exit(ctypes.CDLL(None).abort, None)  # of glibc
 if "ignored" in sys.argv:
     print(signal.getsignal(signal.SIGUSR1) == signal.SIG_IGN)
 if "wrong" in sys.argv:
@@ -52,7 +60,7 @@ def start(tmp_path):
 
 
 def end(process: subprocess.Popen) -> tuple[int, str, list[str]]:
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=300)
     return process.returncode, out, err.splitlines()
 
 
@@ -77,6 +85,16 @@ def test_other_variables_and_other_commands_get_the_real_one(start):
 def test_what_a_library_sets_in_the_tests_does_not_make_them_slow(start, monkeypatch):
     monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", "elsewhere")
     assert end(start())[2] == ["True"]
+
+
+def test_a_crash_while_the_interpreter_exits_is_seen(start):
+    """Even after the script has set its exit status."""
+    status, _, err = end(start("crash"))
+    assert (status, err) == (-signal.SIGABRT, ["True"])
+
+
+def test_it_has_as_many_threads_as_it_was_told(start):
+    assert end(start("threads", OMP_NUM_THREADS=3))[1].splitlines()[-1] == "3"
 
 
 def test_signals_reach_it_and_its_own_end_is_seen(start, tmp_path):
@@ -129,7 +147,7 @@ def test_it_dies_with_the_command(start, tmp_path):
     pid = int((tmp_path / "pid").read_text())
     process.kill()
     end(process)
-    Cluster.until(lambda: not Path(f"/proc/{pid}").exists(), "it is dead", 10)
+    Cluster.until(lambda: not Path(f"/proc/{pid}").exists(), "it is dead")
 
 
 def test_torchrun_and_its_ranks_are_quick(start):
@@ -143,4 +161,9 @@ def test_torchrun_and_its_ranks_are_quick(start):
 
 def test_where_there_are_gpus_the_interpreter_is_the_real_one(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert quick_commands.__wrapped__() == Path(sys.executable).parent
+
+
+def test_the_real_interpreter_can_be_asked_for(monkeypatch):
+    monkeypatch.setenv("REAL_PYTHON", "1")
     assert quick_commands.__wrapped__() == Path(sys.executable).parent

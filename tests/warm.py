@@ -10,7 +10,6 @@ process, its group, limits and further files are the server's: tests that are ab
 kill processes, ask for the real one themselves.
 """
 
-import atexit
 import contextlib
 import ctypes
 import gc
@@ -27,25 +26,19 @@ import struct
 import subprocess
 import sys
 import tempfile
-import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn
 
-# Read when they are needed, and so free to differ from those of the server.
-FREE = re.compile(
-    # ranks and launchers
-    "RANK|WORLD_SIZE|(LOCAL|GROUP|ROLE)_.*|MASTER_.*|TORCHELASTIC_.*|TORCH_NCCL_ASYNC_ERROR_HANDLING"
-    "|TORCH_DISABLE_SHARE_RDZV_TCP_STORE|CUDA_VISIBLE_DEVICES|NPROC_PER_NODE|NNODES|HEAD"
-    "|MAX_RESTARTS|LAST_CALL|LAUNCH_.*|PYTHON|PYTHON_EXEC|VIRTUAL_ENV|OMP_NUM_THREADS"
-    # Slurm, Open MPI, the local cluster, job files
-    "|(SLURM|SLURMD|SRUN|PMI|PMIX|OMPI|PRTE|PET)_.*|ENVIRONMENT|HOSTNAME|TMPDIR"
-    "|HOSTS|SSH|JOB_FILE|RUN|VOCAB_SIZE|PROMPT|WANDB_NOTES|NODE"
-    # shells, make, Jupyter, pytest, the tests' own
-    "|PATH|PYTHONPATH|PWD|OLDPWD|SHLVL|_|MAKE.*|MFLAGS|TERM|PAGER|GIT_PAGER|CLICOLOR.*|FORCE_COLOR"
-    "|JPY_.*|PYDEVD_.*|IPYTHONDIR|MPLBACKEND|PYTHONWARNINGS|LAB_FOLDER|PYTEST_CURRENT_TEST"
-    "|NOTES|PAUSE|FORWARD|PLANT|MARKS|SCRIPT|DATA"
+# Variables that Python or a library reads once, when it starts or is imported.
+READ_ONCE = re.compile(
+    "(TORCH|TORCHINDUCTOR|TORCHDYNAMO|PYTORCH|ATEN|MKL|ONEDNN|DNNL|KMP|GOMP|OMP|OPENBLAS|CUDA|HF"
+    "|HUGGINGFACE|TRANSFORMERS|DATASETS|TOKENIZERS|USE|LD)_.*|PYTHON[A-Z]+|HOME"
+)
+READ_LATER = re.compile(
+    "TORCH_NCCL_ASYNC_ERROR_HANDLING|TORCH_DISABLE_SHARE_RDZV_TCP_STORE|CUDA_VISIBLE_DEVICES"
+    "|OMP_NUM_THREADS|PYTHON(PATH|WARNINGS|UNBUFFERED|DONTWRITEBYTECODE)"
 )
 TORCHRUN = ["-m", "torch.distributed.run"]
 MODULES = [TORCHRUN, ["-m", "common.plan"]]
@@ -164,8 +157,8 @@ def keep(connection: socket.socket, before: dict[str, str]) -> NoReturn:
     different = {key for key in {*before, *asked} if before.get(key) != asked.get(key)}
     # Slurm finds by their parents whom to send a signal, and torchrun's ranks below torchrun.
     followed = request["args"][:2] == TORCHRUN and "SLURM_JOB_ID" in asked
-    free = all(map(FREE.fullmatch, different)) and "OMP_NUM_THREADS" in asked
-    if followed or not free or not enter_namespaces(connection):
+    read = any(READ_ONCE.fullmatch(k) and not READ_LATER.fullmatch(k) for k in different)
+    if followed or read or not enter_namespaces(connection):
         connection.sendall(b"not here\n")
         os._exit(0)
     for number in request.pop("ignored"):
@@ -217,7 +210,8 @@ def become(fds: list[int], args: list[str], folder: str, environment: dict) -> N
     os.environ.update(environment)
     random.seed()
     tempfile.tempdir = None  # TMPDIR may be another one
-    sys.modules["torch"].set_num_threads(int(environment["OMP_NUM_THREADS"]))
+    threads = environment.get("OMP_NUM_THREADS") or len(os.sched_getaffinity(0))
+    sys.modules["torch"].set_num_threads(int(threads))
     if filters := environment.get("PYTHONWARNINGS"):
         warnings._processoptions(filters.split(","))
     sys.orig_argv = [sys.executable, *args]
@@ -227,27 +221,15 @@ def become(fds: list[int], args: list[str], folder: str, environment: dict) -> N
     if args[0] == "-u":
         args = args[1:]
         sys.stdout.reconfigure(write_through=True)
-    status = 0
-    try:
-        if args[0] == "-m":
-            sys.argv, sys.path[0] = args[1:], folder
-            runpy.run_module(args[1], run_name="__main__", alter_sys=True)
-        else:
-            sys.argv, sys.path[0] = args, str(Path(args[0]).resolve().parent)
-            runpy.run_path(args[0], run_name="__main__")
-    except SystemExit as end:
-        if isinstance(end.code, str):
-            print(end.code, file=sys.stderr)
-        status = end.code if isinstance(end.code, int) else int(end.code is not None)
-    except BaseException as error:
-        sys.excepthook(type(error), error, error.__traceback__)
-        status = 1
-    threading._shutdown()
-    atexit._run_exitfuncs()
-    for stream in (sys.stdout, sys.stderr):
-        with contextlib.suppress(OSError):
-            stream.flush()
-    os._exit(status)
+    # From here on the process ends as the real one does: an exception reaches the interpreter,
+    # which prints it, calls atexit functions and finalizes.
+    if args[0] == "-m":
+        sys.argv, sys.path[0] = args[1:], folder
+        runpy.run_module(args[1], run_name="__main__", alter_sys=True)
+    else:
+        sys.argv, sys.path[0] = args, str(Path(args[0]).resolve().parent)
+        runpy.run_path(args[0], run_name="__main__")
+    sys.exit()
 
 
 if __name__ == "__main__":

@@ -32,7 +32,7 @@ from machine import describe_machine, write_result
 
 REPOSITORY = Path(__file__).parents[2]
 sys.path.append(str(REPOSITORY / "tests"))
-from cluster import Cluster  # noqa: E402
+from cluster import Cluster, running_cluster  # noqa: E402
 from runner import SAVE_STAGES  # noqa: E402
 from test_multi_node import JOB, NODES, REAL, Lab  # noqa: E402
 from test_resume import EXACT, assert_same_tensors, make_flags  # noqa: E402
@@ -490,10 +490,7 @@ def main() -> None:
 
     folder = args.folder or Path(tempfile.mkdtemp(prefix="soak-"))
     folder.mkdir(exist_ok=True)
-    cluster = Cluster("soak", "10.98.0")
-    cluster.down()
-    cluster.up()
-    try:
+    with running_cluster() as cluster:
         soak = Soak(cluster, folder, args.steps, seed)
         soak.undisturbed()
         while len(hits) < args.hits:
@@ -503,8 +500,6 @@ def main() -> None:
             runs.append(run)
             write()
             print(run, flush=True)
-    finally:
-        cluster.down()
     bad = sum(len(run["complaints"]) for run in runs)
     print(f"{len(hits)} hits, {len(runs)} runs, {bad} complaints; runs in {folder}")
     if not bad and not args.folder:

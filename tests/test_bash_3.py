@@ -1,0 +1,93 @@
+"""The launch files run with bash 3.2 and BSD tools, which are what macOS has."""
+
+import os
+import re
+import subprocess
+
+import pytest
+from conftest import ROOT
+
+pytestmark = pytest.mark.check
+
+# Not local_cluster.sh, which needs Linux anyway.
+FILES = sorted({*ROOT.glob("[0-9]*/launch*.sh"), *ROOT.glob("[0-9]*/*.sbatch")})
+# A pattern for what bash 3.2 or the BSD tools do not have, and lines that use it.
+NEWER = {
+    r"\b(mapfile|readarray|coproc)\b": ["mapfile -t HOSTS <hosts", "coproc ssh node1"],
+    r"\b(declare|local|typeset) +-\w*[Agn]": ["declare -A COUNT", "local -n NAME=$1"],
+    r"\$\{\w+(\[[^]]*\])?(\^|,|@[A-Z])": ["${STATE,,}", "${NAMES[0]^}", "${NAME@Q}"],
+    r"\$\{\w+\[-": ["${HOSTS[-1]}"],
+    r"\$\{\w+:[^}]*: *-\d": ["${NAME:0:-1}"],
+    r"\$\{?(BASHPID|EPOCH\w+|SRANDOM)\b": ["$EPOCHSECONDS", "${BASHPID}"],
+    r"\|&|&>>|;;?&": ["make |& tee log", "make &>>log", "a) ls ;;&"],
+    r"[ \t]\{\w+\}[<>]": ["exec {LOCK}>file"],
+    r"\[\[ (! )?-v ": ["[[ -v HOSTS ]]"],
+    r"\bwait -\w*n": ["wait -n"],
+    r"%\([^)]*\)T": ["printf '%(%F)T'"],
+    r"\bshopt -s .*(globstar|lastpipe|inherit_errexit)": ["shopt -s globstar"],
+    r"\bread .*-(\w*N|t *\d*\.)": ["read -rN 1 KEY", "read -t 0.5"],
+    r"\{0\d+\.\.|\{\d+\.\.\d+\.\.": ["{01..12}", "{1..9..2}"],
+    r"(?<!-)\b(realpath|timeout|nproc|flock|tac)\b": ['realpath -m "$LOGS"', "timeout 5 ssh node1"],
+    r"\b(readlink -f|sed -\w*[iu]|date -d|grep -\w*P)\b": ["sed -u s/a/b/", "grep -oP x"],
+}
+
+
+def newer_than_bash_3(text: str) -> list[str]:
+    """Return what a launch file uses that macOS does not have."""
+    code = re.sub(r"^\s*#.*", "", text, flags=re.MULTILINE)
+    found = [match[0] for pattern in NEWER for match in re.finditer(pattern, code)]
+    # An empty array is an unset variable for bash before 4.4: ${NAME[@]+"${NAME[@]}"} is not.
+    for name in re.findall(r"\b(\w+)=\(\)", code):
+        found += re.findall(rf'(?<!\[@\]\+)"\$\{{{name}\[@\]\}}"', code)
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda path: f"{path.parent.name}/{path.name}")
+def test_nothing_newer_than_bash_3(path):
+    assert newer_than_bash_3(path.read_text()) == []
+
+
+@pytest.mark.parametrize("line", [line for lines in NEWER.values() for line in lines])
+def test_planted_newer_construct_is_found(line):
+    text = FILES[0].read_text()
+    assert newer_than_bash_3(f"{text}# {line}\n") == []
+    assert newer_than_bash_3(f"{text}{line}\n")
+
+
+def test_planted_empty_array_is_found():
+    assert newer_than_bash_3('WORDS=()\npython "${WORDS[@]}"\n')
+    assert newer_than_bash_3('WORDS=()\npython ${WORDS[@]+"${WORDS[@]}"}\n') == []
+
+
+@pytest.mark.parametrize(
+    "path",
+    [path for path in FILES if path.suffix == ".sh"],
+    ids=lambda path: f"{path.parent.name}/{path.name}",
+)
+@pytest.mark.parametrize("arguments", [[], ["-e", "a name", "--max-steps", "9"]], ids=len)
+def test_it_starts_the_script_with_this_machines_bash(path, arguments, tmp_path):
+    """On macOS that is bash 3.2. The programs that it starts print their arguments here."""
+    program = tmp_path / "python"
+    plan = "printf '%s\\n' run outputs 2 1"
+    program.write_text(f'#!/bin/sh\n[ "$2" != common.plan ] && echo "$@" || {plan}\n')
+    program.chmod(0o755)
+    for name in ("mpirun", "ssh"):
+        (tmp_path / name).symlink_to(program)
+    before = []
+    if path.name == "launch_ssh.sh":
+        (tmp_path / "hosts").write_text("# two of them\nnode1 \n\nnode2\n")
+        before = ["start", tmp_path / "hosts"]
+    done = subprocess.run(
+        ["bash", path, *before, *arguments],
+        env={"PATH": f"{tmp_path}:{os.environ['PATH']}", "VIRTUAL_ENV": "active"},
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    if path.name == "launch_ssh.sh":
+        assert re.findall(r"^(\w+): started", done.stdout, re.MULTILINE) == ["node1", "node2"]
+        assert done.stdout.count("env NNODES=2 HEAD=node1:29400 ") == 2
+    else:
+        assert done.stdout.endswith(" ".join(arguments) + "\n")
+        assert re.search(r"\btrain_(llm|classifier)\.py", done.stdout)

@@ -1,0 +1,357 @@
+"""What the flags ask for is what a script does, in every chapter: one short run shows it."""
+
+import argparse
+import functools
+import json
+import os
+import random
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.fsdp as fsdp
+import torch.utils.checkpoint
+from conftest import CHAPTERS, ROOT, first_then_slow
+from runner import Ranks
+from test_parity import plant
+from torch.distributed.fsdp import FSDPModule
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils.data import DataLoader
+from transformers import GPT2LMHeadModel
+
+from common import launch
+from common.data import load_blocks
+from common.models import load_tokenizer
+
+LENGTH, GLOBAL_BATCH, MICRO_BATCH = 16, 6, 2
+PEAK, WARM_UP = 0.02, 4
+LOG, EVALUATE, SAVE, KEEP = 2, 5, 4, 3
+EPOCHS, SEED = 1.5, 3
+VALUES = [
+    *("--seed", SEED, "--text-column", "body", "-s", LENGTH, "--num-workers", 1),
+    *("--tokenizer-name", "gpt2-tiny", "--param-dtype", "bfloat16", "--compile"),
+    *("-b", MICRO_BATCH, "--global-batch-size", GLOBAL_BATCH, "--num-epochs", EPOCHS),
+    *("--lr", PEAK, "--warmup-steps", WARM_UP, "--weight-decay", 0.25, "--max-grad-norm", 0.01),
+    *("--log-freq", LOG, "--eval-freq", EVALUATE, "--ckpt-freq", SAVE, "--keep-checkpoints", KEEP),
+]
+TIMEOUT_S = 77
+
+
+class Seen:
+    """What one run did. Of each training pass: the tokens, and whether dropout was on.
+
+    Of each optimizer step: the learning rate, the weight decay and the dtypes of all parameters,
+    the norm of the gradients as they were applied.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.passes: list[torch.Tensor] = []
+        self.modes: dict[str, set[bool]] = {"training": set(), "evaluation": set()}
+        self.steps: list[tuple[set[float], set[float], set[torch.dtype], float]] = []
+        self.workers: set[int] = set()
+        self.compiled = 0
+        self.timeouts: list[float] = []
+        forward, init = GPT2LMHeadModel.forward, DataLoader.__init__
+        init_process_group = torch.distributed.init_process_group
+
+        @functools.wraps(forward)
+        def note_pass(model: GPT2LMHeadModel, *args: object, **options: object) -> object:
+            if torch.is_grad_enabled():
+                self.passes.append(options["input_ids"].clone())
+                self.modes["training"].add(model.training)
+            elif "labels" in options:
+                self.modes["evaluation"].add(model.training)
+            return forward(model, *args, **options)
+
+        def note_workers(loader, *args: object, num_workers: int = 0, **options: object) -> None:
+            self.workers.add(num_workers)
+            init(loader, *args, **options)  # without them: this process may have threads
+
+        def do_not_compile(function: Callable, **_: object) -> Callable:
+            self.compiled += 1
+            return function
+
+        def note_timeout(*args: object, **options: object) -> None:
+            self.timeouts.append(options["timeout"].total_seconds())
+            init_process_group(*args, **options)
+
+        monkeypatch.setattr(GPT2LMHeadModel, "forward", note_pass)
+        monkeypatch.setattr(DataLoader, "__init__", note_workers)
+        monkeypatch.setattr(torch, "compile", do_not_compile)
+        monkeypatch.setattr(torch.distributed, "init_process_group", note_timeout)
+
+    def note_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
+        groups = optimizer.param_groups
+        parameters = [parameter for group in groups for parameter in group["params"]]
+        gradients = [getattr(p.grad, "to_local", lambda p=p: p.grad)().float() for p in parameters]
+        self.steps.append(
+            (
+                {group["lr"] for group in groups},
+                {group["weight_decay"] for group in groups},
+                {parameter.dtype for parameter in parameters},
+                torch.stack([gradient.norm() for gradient in gradients]).norm().item(),
+            )
+        )
+
+
+def small_model(folder: Path, layers: int) -> Path:
+    config = json.loads((ROOT / "common/presets/gpt2-tiny/config.json").read_text())
+    (folder / "model").mkdir()
+    config |= {"n_embd": 32, "n_layer": layers}
+    (folder / "model/config.json").write_text(json.dumps(config))
+    return folder / "model"
+
+
+def be_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Be one process that no launcher has started, and let no script change that for others."""
+    for name, value in launch.ALONE.items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.fixture
+def check(train, tmp_path, monkeypatch) -> Callable[[Path | str], None]:
+    """Return a function that trains with a chapter's script and compares what it does."""
+    letters = random.Random(0)
+    rows = [{"text": "no", "body": "".join(letters.choices("abc \n", k=20))} for _ in range(60)]
+    (tmp_path / "table.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    inputs = ["-d", tmp_path / "table.jsonl", "-m", small_model(tmp_path, layers=1), *VALUES]
+    be_alone(monkeypatch)
+
+    def run_and_compare(chapter: Path | str) -> None:
+        has_ranks = "--dist-timeout" in (ROOT / chapter / "train_llm.py").read_text()
+        # Of the same text, by the same key of the cache, before anything is noted.
+        blocks = blocks_of(tmp_path / "table.jsonl")
+        with monkeypatch.context() as patch:
+            seen = Seen(patch)
+            hook = register_optimizer_step_post_hook(seen.note_step)
+            try:
+                ranks = ("--dist-timeout", TIMEOUT_S) if has_ranks else ()
+                metrics = train(*inputs, *ranks, chapter=str(chapter))
+            finally:
+                hook.remove()
+        compare(seen, metrics, blocks)
+        found = sorted(int(path.name[-8:]) for path in (tmp_path / "run/checkpoints").iterdir())
+        saved = sorted({*range(SAVE, len(seen.steps), SAVE), len(seen.steps)})
+        assert found == saved[-KEEP:], f"the checkpoints are of {found}"
+        assert seen.timeouts == [TIMEOUT_S] * has_ranks, f"the timeout is {seen.timeouts}"
+
+    return run_and_compare
+
+
+def blocks_of(table: Path) -> torch.Tensor:
+    """Return the sequences to train on, int64 [sequences, LENGTH]."""
+    args = argparse.Namespace(
+        dataset_name=str(table), dataset_subset=None, text_column="body", num_workers=0
+    )
+    train_data, _ = load_blocks(args, load_tokenizer("gpt2-tiny"), LENGTH)
+    return torch.stack([train_data[index]["input_ids"] for index in range(len(train_data))])
+
+
+def compare(seen: Seen, metrics: list[dict], blocks: torch.Tensor) -> None:
+    """Raise an AssertionError that begins with what is not as the flags ask for."""
+    per_epoch = len(blocks) // GLOBAL_BATCH
+    total = round(EPOCHS * per_epoch)
+    assert len(seen.steps) == total, f"the number of steps is {len(seen.steps)}"
+    sizes = {tuple(tokens.shape) for tokens in seen.passes}
+    assert sizes == {(MICRO_BATCH, LENGTH)}, f"the shapes are {sizes}"
+    order = [
+        sequence
+        for epoch in range(2)
+        for sequence in torch.randperm(
+            len(blocks), generator=torch.Generator().manual_seed(SEED + epoch)
+        ).tolist()[: per_epoch * GLOBAL_BATCH]
+    ]
+    same = torch.equal(torch.cat(seen.passes), blocks[order[: total * GLOBAL_BATCH]])
+    assert same, "the order is another"
+    assert seen.workers == {0, 1}, f"the workers are {seen.workers}"
+    assert seen.compiled, "the model is not compiled"
+    assert seen.modes == {"training": {True}, "evaluation": {False}}, f"the modes are {seen.modes}"
+
+    rates, decays, dtypes, norms = zip(*seen.steps, strict=True)
+    peak = [PEAK / WARM_UP, PEAK, PEAK / 10]
+    found = [rate for index in (0, WARM_UP, -1) for rate in rates[index]]
+    assert found == pytest.approx(peak), f"the learning rates are {found}"
+    assert 0.25 in set.intersection(*decays), f"the weight decay is {decays[0]}"
+    assert set.union(*dtypes) == {torch.bfloat16}, f"the weights are {dtypes[0]}"
+    assert max(norms) == pytest.approx(0.01, rel=0.05), f"the norm is {max(norms)}"
+
+    steps = range(1, total + 1)
+    logged = [step for step in steps if step % LOG == 0 or step == total]
+    lines = [line for line in metrics if "loss" in line]
+    found = [line["step"] for line in lines]
+    assert found == logged, f"the logged steps are {found}"
+    found = [line["step"] for line in metrics if "eval_loss" in line]
+    evaluated = [step for step in steps if step % EVALUATE == 0 or step == total]
+    assert found == evaluated, f"the evaluated steps are {found}"
+    tokens = {round(line["tokens_per_s"] * line["time/total"] / 1000) for line in lines}
+    assert tokens == {GLOBAL_BATCH * LENGTH}, f"the tokens of a step are {tokens}"
+
+
+@pytest.mark.parametrize("chapter", CHAPTERS)
+def test_every_flag_is_heard(chapter, check):
+    check(chapter)
+
+
+# What is replaced in the script, and with what the complaint begins.
+BUGS = {
+    "seed": ("rank=rank, seed=args.seed)", "rank=rank, seed=0)", "the order"),
+    "order of an epoch": ("sampler.set_epoch(epoch, ", "sampler.set_epoch(0, ", "the order"),
+    "epochs": ("args.num_epochs * steps", "0.6 * steps", "the number of steps"),
+    "weight decay": ("weight_decay=args.weight_decay", "weight_decay=0.1", "the weight decay"),
+    "clipping": ("args.max_grad_norm)", "1.0)", "the norm"),
+    "warm-up": ("(step + 1) / args.warmup_steps", "step / args.warmup_steps", "the learning rates"),
+    "decay": ("return 0.1 + 0.9 * (1 +", "return (1 +", "the learning rates"),
+    "dtype": ("getattr(torch, args.param_dtype)", "torch.float32", "the weights"),
+    "compile": ("    if args.compile:", "    if False:", "the model is not compiled"),
+    "workers": ("num_workers=args.num_workers", "num_workers=0", "the workers"),
+    "micro-batch": (
+        "    micro_batch_size, accumulation = ",
+        "    args.batch_size = 8\n    micro_batch_size, accumulation = ",
+        "the shapes",
+    ),
+    "dropout": ("    model.train()\n    loss = ", "    loss = ", "the modes"),
+    "log": ('state["step"] % args.log_freq', 'state["step"] % 1', "the logged steps"),
+    "evaluation": ('state["step"] % args.eval_freq', 'state["step"] % 200', "the evaluated steps"),
+    "checkpoints": ('state["step"] % args.ckpt_freq', 'state["step"] % 50', "the checkpoints"),
+    "kept": ("training, args.keep_checkpoints", "training, 2", "the checkpoints"),
+    "tokens": ("timers.read(args.global_batch_size", "timers.read(micro_batch_size", "the tokens"),
+}
+
+
+@pytest.mark.planted
+@pytest.mark.parametrize("bug", BUGS)
+def test_planted_flag_that_is_not_heard(bug, check, tmp_path):
+    right, wrong, complaint = BUGS[bug]
+    chapter = plant(CHAPTERS[0], tmp_path / "chapter", [(right, wrong)])
+    with pytest.raises(AssertionError, match=f"^{complaint}"):
+        check(chapter)
+
+
+@pytest.mark.planted
+def test_planted_timeout_that_is_not_heard(check, tmp_path):
+    replaced = ("seconds=args.dist_timeout", "seconds=600")
+    with pytest.raises(AssertionError, match=r"^the timeout"):
+        check(plant(CHAPTERS[1], tmp_path / "chapter", [replaced]))
+
+
+# --- flags of sharding ---
+
+SHARDED = [c for c in CHAPTERS if "fully_shard(" in (ROOT / c / "train_llm.py").read_text()]
+SHARDING_VALUES = [
+    *("--no-reshard-after-forward", "--cpu-offload", "--prefetch", 2, "--reduce-every-backward"),
+    *("--activation-checkpointing", "full", "-s", LENGTH, "-b", 2, "--global-batch-size", 6),
+    *("--tokenizer-name", "gpt2-tiny", "--max-steps", 1, "--param-dtype", "bfloat16"),
+]
+
+
+@pytest.fixture
+def check_sharding(train, corpus, tmp_path, monkeypatch) -> Callable[[Path | str], None]:
+    """Return a function that trains with a sharding script and compares what it asks FSDP for."""
+    model = small_model(tmp_path, layers=3)
+    be_alone(monkeypatch)
+    seen: dict[str, list] = {name: [] for name in ("shard", "sync", "ahead", "recomputed")}
+    originals = {
+        "shard": fsdp.fully_shard,
+        "recomputed": torch.utils.checkpoint.checkpoint,
+        "sync": FSDPModule.set_requires_gradient_sync,
+        "ahead": FSDPModule.set_modules_to_forward_prefetch,
+    }
+
+    def noting(name: str) -> Callable:
+        def function(*args: object, **options: object) -> object:
+            if torch.is_grad_enabled():  # not in the evaluation
+                seen[name].append((args, options))
+            return originals[name](*args, **options)
+
+        return function
+
+    monkeypatch.setattr(fsdp, "fully_shard", noting("shard"))
+    monkeypatch.setattr(torch.utils.checkpoint, "checkpoint", noting("recomputed"))
+    monkeypatch.setattr(FSDPModule, "set_requires_gradient_sync", noting("sync"))
+    monkeypatch.setattr(FSDPModule, "set_modules_to_forward_prefetch", noting("ahead"))
+
+    def run_and_compare(chapter: Path | str) -> None:
+        reduced = "--reduce-dtype" in (ROOT / chapter / "train_llm.py").read_text()
+        more = ("--reduce-dtype", "float32") if reduced else ()
+        train("-d", corpus, "-m", model, *SHARDING_VALUES, *more, chapter=str(chapter))
+        blocks = [options for _, options in seen["shard"] if "reshard_after_forward" in options]
+        assert len(blocks) == 3 < len(seen["shard"])
+        resharded = [options["reshard_after_forward"] for options in blocks]
+        assert resharded == [False] * 3, f"resharded is {resharded}"
+        for _, options in seen["shard"]:
+            policy = options["offload_policy"]
+            assert isinstance(policy, fsdp.CPUOffloadPolicy), f"the offload is {policy}"
+            if reduced:
+                dtype = options["mp_policy"].reduce_dtype
+                assert dtype == torch.float32, f"the sums are in {dtype}"
+        synced = [args[1] for args, _ in seen["sync"]]
+        assert synced == [True] * 3, f"the gradients are reduced: {synced}"
+        ahead = [len(args[1]) for args, _ in seen["ahead"]]
+        assert ahead == [2, 1, 0], f"gathered ahead are {ahead}"
+        assert len(seen["recomputed"]) == 3 * 3, "not each block of each pass is recomputed"
+
+    return run_and_compare
+
+
+@pytest.mark.parametrize("chapter", SHARDED)
+def test_every_flag_of_sharding_is_heard(chapter, check_sharding):
+    check_sharding(chapter)
+
+
+SHARDING_BUGS = {
+    "reshard": ("=args.reshard_after_forward", "=True", "resharded is"),
+    "offload": ("offload if args.cpu_offload else", "", "the offload is"),
+    "reduce dtype": ("args.reduce_dtype or args.param_dtype", "args.param_dtype", "the sums are"),
+    "reduce": ("last_backward or args.reduce_every_backward", "last_backward", "the gradients are"),
+    "prefetch": ("i + 1 : i + 1 + args.prefetch", "i + 1 : i + 2", "gathered ahead are"),
+    "recompute": ('args.activation_checkpointing != "none"', "False", "not each block"),
+}
+
+
+@pytest.mark.planted
+@pytest.mark.parametrize("bug", SHARDING_BUGS)
+def test_planted_flag_of_sharding_that_is_not_heard(bug, check_sharding, tmp_path):
+    right, wrong, complaint = SHARDING_BUGS[bug]
+    chapter = plant(SHARDED[-1], tmp_path / "chapter", [(right, wrong)])
+    with pytest.raises(AssertionError, match=f"^{complaint}"):
+        check_sharding(chapter)
+
+
+# --- a flag that is about the ranks ---
+
+SHARDING = [c for c in CHAPTERS if '"--zero1"' in (ROOT / c / "train_llm.py").read_text()]
+
+
+def note_moments() -> None:
+    """After each step, write how many numbers this rank holds in Adam's moments."""
+
+    def note(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        if not isinstance(optimizer, torch.optim.AdamW):  # the one around it
+            return
+        moments = [
+            getattr(value, "to_local", lambda value=value: value)()
+            for state in optimizer.state.values()
+            for value in state.values()
+        ]
+        count = sum(value.numel() for value in moments)
+        Path(os.environ["NOTES"], os.environ["RANK"]).write_text(str(count))
+
+    register_optimizer_step_post_hook(note)
+
+
+def moments_of_ranks(chapter: str, corpus: Path, tmp_path: Path, *args: object) -> list[int]:
+    few = ("-s", 16, "--global-batch-size", 6, "--max-steps", 1)
+    arguments = ["-d", corpus, "--save-dir", tmp_path, "-e", f"run{len(args)}", *few, *args]
+    options = {"chapter": chapter, "plant": note_moments, "env": {"NOTES": tmp_path}}
+    assert Ranks(2, arguments, **options).finish() == [0, 0]
+    return [int((tmp_path / str(rank)).read_text()) for rank in range(2)]
+
+
+@pytest.mark.parametrize("chapter", first_then_slow(SHARDING))
+def test_each_rank_has_its_share_of_the_moments(chapter, corpus, tmp_path):
+    moments = moments_of_ranks(chapter, corpus, tmp_path, "--zero1")
+    assert max(moments) < 0.6 * sum(moments)
+    if chapter == SHARDING[0]:  # without the flag, every rank has all of them
+        whole = moments_of_ranks(chapter, corpus, tmp_path)
+        assert whole == [pytest.approx(sum(moments), rel=0.01)] * 2
