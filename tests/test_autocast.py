@@ -105,7 +105,6 @@ def test_patched_chapter_keeps_what_was_before(patched, chapter, rule):
     assert rule(old, new) == []
 
 
-@pytest.mark.check
 def test_patched_scripts_are_clean(patched):
     for command in (["check"], ["format", "--check"]):
         done = run_script("-m", "ruff", *command, "--config", ROOT / "pyproject.toml", patched)

@@ -346,7 +346,6 @@ def refuse(tmp_path, monkeypatch, capsys):
     return run
 
 
-@pytest.mark.check
 @pytest.mark.parametrize(
     ("args", "sentence"),
     [

@@ -235,7 +235,6 @@ def test_split_is_stable_and_leaks_nothing(tmp_path, tokenizer):
     assert not set(train["text"]) & set(evaluation["text"])
 
 
-@pytest.mark.check
 def test_a_worker_maps_the_file_and_gets_no_copy(tmp_path, tokenizer):
     blocks, _ = load_blocks(arguments("python-stdlib"), tokenizer, 128)
     content = pickle.dumps(blocks.pad_to_multiple(1000))

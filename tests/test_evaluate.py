@@ -133,7 +133,6 @@ def scored(windows: tuple[np.ndarray, np.ndarray], seq_length: int) -> Counter:
     return found
 
 
-@pytest.mark.check
 def test_windows():
     """All short lines: every token once, with at least what the stride leaves before it."""
     find = load_script(SCRIPT).find_windows
@@ -282,7 +281,6 @@ def save_letters(folder: Path, letters: str) -> Path:
     return folder
 
 
-@pytest.mark.check
 def test_unknown_tokens_are_counted(evaluate, saved):
     """They make a text look easy: what they stand for is never guessed."""
     model = ("llama-folder", "-s", 32)  # a folder's weights take any tokenizer that is small enough
@@ -293,7 +291,6 @@ def test_unknown_tokens_are_counted(evaluate, saved):
     assert evaluate(*model, "--tokenizer-name", folder)["unknown"] == expected > 10
 
 
-@pytest.mark.check
 def test_bits_per_byte_is_of_the_text(evaluate, saved):
     """A tokenizer of characters has other tokens and another loss, and the same bytes."""
     folder = save_letters(saved / "letters", "abcdefgh \n")
@@ -340,7 +337,6 @@ def test_a_folder_is_its_run(evaluate):
     assert evaluate("llama-folder")["seq_length"] == 128, "its positions"
 
 
-@pytest.mark.check
 def test_another_text(evaluate, tmp_path, capfd):
     (tmp_path / "own.txt").write_text("Stra\u00dfe, \u65e5\u672c\u8a9e. " * 40)
     facts = evaluate("gpt2", "-d", tmp_path / "own.txt", "--split", "all", "-s", 16)

@@ -263,7 +263,6 @@ def test_close_to_float32(request, length, kind):
     assert distances and max(distances.values()) < BAND[kind]
 
 
-@pytest.mark.check
 @pytest.mark.parametrize("length", LENGTHS)
 def test_weights_in_bfloat16_lose_small_steps(request, length):
     """At a small rate; with float32 masters, the same arithmetic stays."""
