@@ -13,6 +13,8 @@ from pathlib import Path
 import pytest
 from conftest import CHAPTERS, ROOT, launch_file, read_metrics
 
+from common.plan import plan
+
 # Python runs this file at its start: it notes every address that is looked up or connected to.
 NOTE_CONNECTIONS = """
 import os, sys
@@ -42,7 +44,7 @@ def cut_off(tmp_path):
     (tmp_path / "hooks/sitecustomize.py").write_text(NOTE_CONNECTIONS)
     connections = tmp_path / "connections"
     # HF_HUB_OFFLINE is what a test before this one may have found out in this process.
-    unset = ("WANDB_MODE", "HF_HOME", "HF_HUB_OFFLINE")
+    unset = ("WANDB_MODE", "HF_HOME", "HF_HUB_OFFLINE", "OMP_NUM_THREADS")
     environment = {key: value for key, value in os.environ.items() if key not in unset}
     environment |= {
         "PYTHONPATH": str(tmp_path / "hooks"),
@@ -71,8 +73,14 @@ LOCAL = {"127.0.0.1", "localhost", "::1", "0.0.0.0", "None", ""}
 
 @pytest.mark.slow
 @pytest.mark.parametrize("chapter", CHAPTERS)
-def test_launch_file_works_from_anywhere_and_reaches_for_nothing(cut_off, tmp_path, chapter):
-    """Two processes find each other without a network; they may ask for their own name."""
+def test_launch_file_works_from_anywhere_and_reaches_for_nothing(
+    cut_off, tmp_path, chapter, monkeypatch
+):
+    """Two processes find each other without a network; they may ask for their own name.
+
+    Here alone, each launch file is started as a reader does: with the real interpreter, whose exit
+    is seen, and with the launch file's own number of threads.
+    """
     done, tried = cut_off(
         *("bash", launch_file(chapter), "--save-dir", tmp_path / "outputs"),
         *("-e", "run", "--max-steps", 4),
@@ -82,6 +90,11 @@ def test_launch_file_works_from_anywhere_and_reaches_for_nothing(cut_off, tmp_pa
     assert tried <= LOCAL | {socket.gethostname(), socket.getfqdn()}, tried
     assert read_metrics(tmp_path / "outputs/run")[-1]["step"] == 4
     assert len(list((tmp_path / "outputs/run/wandb").glob("offline-run-*"))) == 1, "of rank 0"
+    assert "terminate called without an active exception" not in done.stderr
+    if chapter != CHAPTERS[0]:
+        monkeypatch.delenv("NPROC_PER_NODE", raising=False)
+        *_, threads = plan(["-e", "run"])
+        assert f"'OMP_NUM_THREADS': '{threads}'" in done.stderr
 
 
 def test_make_train_reaches_for_nothing(cut_off, tmp_path):
