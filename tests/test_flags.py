@@ -219,7 +219,6 @@ BUGS = {
 }
 
 
-@pytest.mark.planted
 @pytest.mark.parametrize("bug", BUGS)
 def test_planted_flag_that_is_not_heard(bug, check, tmp_path):
     right, wrong, complaint = BUGS[bug]
@@ -228,7 +227,6 @@ def test_planted_flag_that_is_not_heard(bug, check, tmp_path):
         check(chapter)
 
 
-@pytest.mark.planted
 def test_planted_timeout_that_is_not_heard(check, tmp_path):
     replaced = ("seconds=args.dist_timeout", "seconds=600")
     with pytest.raises(AssertionError, match=r"^the timeout"):
@@ -309,7 +307,6 @@ SHARDING_BUGS = {
 }
 
 
-@pytest.mark.planted
 @pytest.mark.parametrize("bug", SHARDING_BUGS)
 def test_planted_flag_of_sharding_that_is_not_heard(bug, check_sharding, tmp_path):
     right, wrong, complaint = SHARDING_BUGS[bug]
@@ -320,7 +317,7 @@ def test_planted_flag_of_sharding_that_is_not_heard(bug, check_sharding, tmp_pat
 
 # --- a flag that is about the ranks ---
 
-SHARDING = [c for c in CHAPTERS if '"--zero1"' in (ROOT / c / "train_llm.py").read_text()]
+WITH_ZERO1 = [c for c in CHAPTERS if '"--zero1"' in (ROOT / c / "train_llm.py").read_text()]
 
 
 def note_moments() -> None:
@@ -348,10 +345,10 @@ def moments_of_ranks(chapter: str, corpus: Path, tmp_path: Path, *args: object) 
     return [int((tmp_path / str(rank)).read_text()) for rank in range(2)]
 
 
-@pytest.mark.parametrize("chapter", first_then_slow(SHARDING))
+@pytest.mark.parametrize("chapter", first_then_slow(WITH_ZERO1))
 def test_each_rank_has_its_share_of_the_moments(chapter, corpus, tmp_path):
     moments = moments_of_ranks(chapter, corpus, tmp_path, "--zero1")
     assert max(moments) < 0.6 * sum(moments)
-    if chapter == SHARDING[0]:  # without the flag, every rank has all of them
+    if chapter == WITH_ZERO1[0]:  # without the flag, every rank has all of them
         whole = moments_of_ranks(chapter, corpus, tmp_path)
         assert whole == [pytest.approx(sum(moments), rel=0.01)] * 2
