@@ -1,6 +1,7 @@
 """The command line: arguments, one-sentence errors, log lines, and what a run says of itself."""
 
 import argparse
+import importlib.metadata
 import logging
 import os
 import platform
@@ -15,7 +16,6 @@ from typing import IO, NoReturn
 
 import torch
 import tqdm
-import transformers
 
 # What all ranks have to say, rank 0 says; the others give it this much time.
 HEAD_START_S = 5.0
@@ -155,7 +155,7 @@ def describe_run(args: argparse.Namespace, device: torch.device) -> str:
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     versions = (
         f"python {platform.python_version()}, torch {torch.__version__}, "
-        f"transformers {transformers.__version__}, {device.type} ({name}), "
+        f"transformers {importlib.metadata.version('transformers')}, {device.type} ({name}), "
         f"{torch.get_num_threads()} threads"
     )
     environment = {k: v for k, v in sorted(os.environ.items()) if LOGGED_ENVIRONMENT.fullmatch(k)}

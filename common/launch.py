@@ -9,6 +9,7 @@ import re
 import shlex
 import signal
 import sys
+import threading
 import time
 import traceback
 from collections.abc import Callable
@@ -65,11 +66,15 @@ def complete_environment() -> None:
 
 
 def run(main: Callable[[], None]) -> NoReturn:
-    """Call `main` and exit: 0, or with one sentence 2 for bad input, 130 after Ctrl-C, 1 where
-    the other ranks are gone or out of reach; any other exception shows its traceback, status 1.
+    """Call `main` and exit: with 0 or the status that it exits with; with one sentence and 2 for
+    bad input, 130 after Ctrl-C, 1 where the other ranks are gone or out of reach; any other
+    exception shows its traceback, status 1.
     """
+    status = 0
     try:
         main()
+    except SystemExit as end:  # with a status of its own, after a stop
+        status = end.code or 0
     except InputError as error:
         _leave(str(error), 2)
     except KeyboardInterrupt:
@@ -96,7 +101,7 @@ def run(main: Callable[[], None]) -> NoReturn:
         _leave(f"The other ranks are gone or out of reach ({reason}); {_how_to_go_on}", 1)
     except Exception:
         _fail()
-    sys.exit(0)
+    _end(status)
 
 
 def _leave(sentence: str, status: int) -> NoReturn:
@@ -117,11 +122,20 @@ def _fail() -> NoReturn:
 
 
 def _end(status: int) -> NoReturn:
-    """Exit, and at once where the process group still stands: with gloo, a rank could hang."""
-    if not dist.is_initialized():
+    """Exit; a rank among others skips the end of the Python interpreter.
+
+    gloo's threads can outlive destroy_process_group(), because DTensor's caches still hold the
+    group. If such a thread releases a tensor while the interpreter ends, it aborts the process
+    ("terminate called without an active exception"), see
+    https://github.com/pytorch/pytorch/issues/190489. A rank can also hang where the group exists.
+    """
+    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
         sys.exit(status)
+    if not dist.is_initialized():
+        threading._shutdown()  # waits for Python's threads, as sys.exit() does
     atexit._run_exitfuncs()  # wandb's among them
     sys.stdout.flush()
+    sys.stderr.flush()
     os._exit(status)
 
 

@@ -1,5 +1,6 @@
 """What a run leaves behind to be looked at: metrics.jsonl, and a run of Weights & Biases."""
 
+import contextlib
 import json
 import logging
 import math
@@ -152,6 +153,10 @@ class Tracker:
         except ConnectionError as error:
             logger.warning(f"wandb's own process has ended ({error}): only metrics.jsonl goes on")
             self._wandb = None
+            import wandb
+
+            with contextlib.suppress(ConnectionError):
+                wandb.teardown()  # wandb would do it when this process exits, and show a traceback
 
 
 @remote.explained

@@ -182,18 +182,22 @@ def make_folder(tmp_path_factory) -> Iterator[Callable[[str], Path]]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-@functools.cache
 def quick_commands() -> Path:
     """Return the folder of warm.py's `python` and `torchrun`, which have PyTorch imported already.
 
-    It is the folder of the real ones if REAL_PYTHON is set, and where there are GPUs: a process in
-    which a library has initialized CUDA cannot fork others that use it.
+    It is the folder of the real ones if REAL_PYTHON is set, and for tests that use GPUs: a process
+    in which a library has initialized CUDA cannot fork others that use it.
     """
     if sys.platform != "linux" or torch.cuda.is_available() or os.environ.get("REAL_PYTHON"):
         return Path(sys.executable).parent
+    return _warm_commands()
+
+
+@functools.cache
+def _warm_commands() -> Path:
     stack = contextlib.ExitStack()
     atexit.register(stack.close)
-    return stack.enter_context(warm.commands(ENVIRONMENT))
+    return stack.enter_context(warm.commands({**ENVIRONMENT, HIDES_GPUS: ""}))
 
 
 def quick(**env: object) -> dict[str, str]:

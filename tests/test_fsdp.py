@@ -19,6 +19,7 @@ from test_parity import (
     assert_noticed,
     planted,
     selected_runs,
+    without_kernels,
 )
 from torch.distributed.fsdp import FSDPModule
 from torch.optim.optimizer import register_optimizer_step_post_hook
@@ -60,11 +61,14 @@ def runs_with_options() -> list[object]:
     """Return the runs on 2 ranks of options alone and together."""
     alone = [(name,) for name in ("whole", "offload", "selective", "full", "reduce", *ALONE)]
     cases = [((), names) for names in [*alone, *TOGETHER]]
-    # Compiling takes longest; --compile does the same to both models.
+    # --compile does the same to both models.
     cases += [(("-m", "llama-tiny"), names[:-1]) for names in TOGETHER[:2]]
     return [
         pytest.param(
-            Run(CHAPTER, 2, (*model, *options(*names))),
+            Run(
+                *(CHAPTER, 2, (*model, *options(*names))),
+                note=without_kernels if "compile" in names else None,
+            ),
             marks=[] if names in alone[:2] else [pytest.mark.slow],
             id="+".join([*model[1:], *names]),
         )

@@ -214,34 +214,24 @@ def lab(cluster, make_folder) -> Lab:
 @pytest.mark.slurm
 @pytest.mark.slow
 def test_same_losses_on_two_nodes_of_two_ranks(lab):
-    job = lab.submit(JOB, "hsdp", "--hsdp")
+    """Told to stop, the job saves, goes back to the queue, and goes on when it starts again."""
+    job = lab.submit(JOB, "hsdp", "--hsdp", PAUSE=PAUSE)
+    lab.wait_for_step("hsdp", 10)
+    lab.cluster.shell("scancel", "--signal=USR1", job)
     assert lab.ends(job) == "COMPLETED", lab.log("hsdp")
+    assert lab.cluster.job(job)["Restarts"] == "1"
+    stopped = int(re.search(r"Told to stop; saved after step (\d+)", lab.log("hsdp"))[1])
+    assert f"resumed after step {stopped} of {STEPS}" in lab.log("hsdp")
     lab.assert_same("hsdp", "straight", exact=False)
     norms = [[line["grad_norm"] for line in lab.metrics(name)] for name in ("hsdp", "straight")]
     assert norms[0] == pytest.approx(norms[1], rel=1e-3)
-    assert lab.hosts("hsdp") == ["node1", "node1", "node2", "node2"]
+    assert lab.hosts("hsdp") == sorted(4 * NODES)
     assert_sharded_within_nodes(lab.folder / "hsdp")
     # torchrun's folders of logs say on which node a rank was.
     logs = lab.folder.glob("hsdp/logs/*/*/attempt_0/*/stderr.log")
     nodes = {path.parts[-5]: path.parent.name for path in logs if "step 24/24" in path.read_text()}
     assert nodes == {"node1": "0"}, "rank 0 is the first one of the first node"
     assert f"to go on with it after a stop: sbatch {JOB} " in lab.log("hsdp")
-
-
-@pytest.mark.slurm
-@pytest.mark.slow
-def test_signal_before_the_end(lab):
-    """The job saves, goes back to the queue, and goes on when it starts again."""
-    job = lab.submit(JOB, "signal", "--hsdp", PAUSE=PAUSE)
-    lab.wait_for_step("signal", 10)
-    lab.cluster.shell("scancel", "--signal=USR1", job)
-    assert lab.ends(job) == "COMPLETED", lab.log("signal")
-    assert lab.cluster.job(job)["Restarts"] == "1"
-    stopped = int(re.search(r"Told to stop; saved after step (\d+)", lab.log("signal"))[1])
-    assert f"resumed after step {stopped} of {STEPS}" in lab.log("signal")
-    lab.assert_same("signal", "straight", exact=False)
-    assert_sharded_within_nodes(lab.folder / "signal")
-    assert lab.hosts("signal") == sorted(4 * NODES)
 
 
 @pytest.mark.check

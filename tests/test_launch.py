@@ -537,6 +537,35 @@ def test_ctrl_c_reaches_all_ranks(flags, tmp_path):
     assert "forcefully exiting" not in said
 
 
+ENDS = """
+import atexit, sys, threading, time
+from common import launch
+
+class Last:
+    def __del__(self):
+        print("interpreter")
+
+last = Last()
+atexit.register(print, "atexit")
+
+def main():
+    threading.Thread(target=lambda: (time.sleep(0.2), print("thread"))).start()
+    sys.exit(75)
+
+launch.run(main)
+"""
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+def test_a_rank_among_others_skips_the_end_of_the_interpreter(tmp_path, world_size):
+    """It waits for threads, calls atexit functions, and flushes what was printed all the same."""
+    (tmp_path / "script.py").write_text(ENDS)
+    done = run_script(tmp_path / "script.py", WORLD_SIZE=world_size)
+    assert (done.returncode, done.stderr) == (75, "")
+    ends = ["thread", "atexit", "interpreter"]
+    assert done.stdout.split() == (ends if world_size == 1 else ends[:2])
+
+
 def kill_torchrun(
     command: list[object], file: Path, tmp_path: Path, patience_s: float = 60
 ) -> list[int]:

@@ -4,6 +4,8 @@ The nodes are those of 03-multi-node/local_cluster.sh: a real Slurm, a real netw
 What each process trains on is noted by tests/hooks/sitecustomize.py.
 """
 
+import contextlib
+import functools
 import json
 import os
 import re
@@ -12,9 +14,10 @@ import shutil
 import signal
 import subprocess
 import sys
+import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -61,7 +64,7 @@ class Lab:
             "PYTHON": quick_commands() / "python",
             "PYTHON_EXEC": quick_commands() / "python",
             "NOTES": notes,
-            "FORWARD": "NOTES PAUSE",
+            "FORWARD": "NOTES PAUSE PYTHON_EXEC",
             "PYTHONPATH": f"{ROOT / 'tests/hooks'}:{ROOT}",
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
             "VIRTUAL_ENV": sys.prefix,
@@ -106,6 +109,21 @@ class Lab:
         here = Path("/proc/self/ns/mnt").readlink()
         own = [pid for pid in self.pids(node) if Path(f"/proc/{pid}/ns/mnt").readlink() != here]
         return ("nsenter", f"--target={own[0]}", "--net", "--uts", "--mount")
+
+    @contextlib.contextmanager
+    def cache_of_its_own(self, *nodes: str) -> Iterator[Path]:
+        """Yield an empty folder that these nodes, and no other test, have as their HF_HOME."""
+        folder = Path(tempfile.mkdtemp(dir=self.folder))
+        place = Path(os.environ["HF_HOME"])
+        place.mkdir(exist_ok=True)
+        enter = [self.enter(node) for node in nodes]
+        for node in enter:
+            self.cluster.shell(*node, "mount", "-n", "--bind", folder, place)
+        try:
+            yield folder
+        finally:
+            for node in enter:
+                self.cluster.shell(*node, "umount", "-n", place)
 
     def launch(self, name: str, *words: object, args: tuple = (), **env: object):
         """Start a launch file on this machine; its output goes to the run's log."""
@@ -243,10 +261,11 @@ def test_same_losses_with_job_sbatch(lab):
 @pytest.mark.slow
 def test_same_losses_with_job_srun_sbatch(lab):
     """All tasks share a cache: one of them prepares the data."""
-    job = lab.submit(JOB_SRUN, "srun", HF_HOME=lab.folder / "shared")
-    assert lab.ends(job) == "COMPLETED", lab.log("srun")
+    with lab.cache_of_its_own(*NODES) as cache:
+        job = lab.submit(JOB_SRUN, "srun")
+        assert lab.ends(job) == "COMPLETED", lab.log("srun")
     assert_two_by_two(lab, "srun")
-    kept = (lab.folder / "shared/packed-blocks").iterdir()
+    kept = (cache / "packed-blocks").iterdir()
     assert sorted(path.suffix for path in kept) == ["", ".lock"]
 
 
@@ -265,15 +284,14 @@ def test_same_losses_with_launch_mpirun(lab):
 def test_same_losses_with_launch_torchrun(lab):
     """The same line on both nodes; each has a cache of its own, and prepares the data once."""
     words = ["bash", ROOT / "03-multi-node/launch_torchrun.sh"]
-    own = "/run/cache"  # each node has a /run
-    env = {"NNODES": 2, "HEAD": "node1:29400", "NPROC_PER_NODE": 2, "HF_HOME": own}
-    enter = [lab.enter(node) for node in NODES]
-    nodes = [lab.launch("torchrun", *node, *words, **env) for node in enter]
-    assert [node.wait(PATIENCE_S) for node in nodes] == [0, 0], lab.log("torchrun")
+    env = {"NNODES": 2, "HEAD": "node1:29400", "NPROC_PER_NODE": 2}
+    with lab.cache_of_its_own("node1") as one, lab.cache_of_its_own("node2") as two:
+        nodes = [lab.launch("torchrun", *lab.enter(node), *words, **env) for node in NODES]
+        assert [node.wait(PATIENCE_S) for node in nodes] == [0, 0], lab.log("torchrun")
     assert_two_by_two(lab, "torchrun")
-    for node in enter:
-        kept = lab.cluster.shell(*node, "ls", f"{own}/packed-blocks").split()
-        assert sorted(Path(name).suffix for name in kept) == ["", ".lock"]
+    for cache in (one, two):
+        kept = (cache / "packed-blocks").iterdir()
+        assert sorted(path.suffix for path in kept) == ["", ".lock"]
 
 
 @pytest.mark.slow
@@ -306,15 +324,21 @@ def test_same_losses_with_launch_ssh(lab):
 
 
 def hit(
-    lab: Lab, job: str | Path, name: str, *options: str, args: tuple = (), **env: object
+    lab: Lab,
+    job: str | Path,
+    name: str,
+    *options: str,
+    args: tuple = (),
+    step: int = 10,
+    **env: object,
 ) -> str:
-    """Submit a slow job of one rank on each node and wait for the middle of it."""
+    """Submit a slow job of one rank on each node, wait for a step, and return the job's number."""
     lab.wait_until_idle()
     if job == JOB_SRUN:
         options = ("--ntasks-per-node=1", *options)
     env = {"NPROC_PER_NODE": 1, "PAUSE": PAUSE, **env}
     number = lab.submit(job, name, *args, options=options, **env)
-    lab.wait_for_step(name, 10)
+    lab.wait_for_step(name, step)
     return number
 
 
@@ -322,68 +346,88 @@ def restarts(lab: Lab, job: str) -> int:
     return int(lab.cluster.job(job)["Restarts"])
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("job", [JOB, JOB_SRUN], ids=["torchrun", "srun"])
-def test_signal_before_the_end(lab, job):
-    name = f"signal-{Path(job).stem}"
-    number = hit(lab, job, name, **REAL)
+def warning(lab: Lab, number: str) -> None:
+    """What Slurm sends before the end of the job's time."""
     lab.cluster.shell("scancel", "--signal=USR1", number)
+
+
+def preemption(lab: Lab, number: str) -> None:
+    """A job of the partition `urgent` needs both nodes: the run saves and makes room."""
+    options = ("--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null")
+    lab.cluster.wait(lab.cluster.sbatch(*options, "--wrap=sleep 1"), "COMPLETED")
+
+
+def kill_9_of_a_worker(lab: Lab, number: str) -> None:
+    os.kill(lab.workers("node2")[0], signal.SIGKILL)
+
+
+def kill_9_of_a_launcher(lab: Lab, number: str, node: str) -> None:
+    """Its processes go with it, and the step of Slurm ends."""
+    (agent,) = lab.processes(node, "-m torch.distributed.run")
+    (worker,) = lab.workers(node)
+    os.kill(agent, signal.SIGKILL)
+    lab.wait_for(lambda: not Path(f"/proc/{worker}").exists())
+
+
+def cable_out_for_a_second(lab: Lab, number: str) -> None:
+    """TCP sends again what was lost."""
+    lab.cluster.cut("node2")
+    time.sleep(1)
+    lab.cluster.mend("node2")
+
+
+def cable_out_until_it_is_missed(lab: Lab, number: str) -> None:
+    lab.cluster.cut("node2")
+    lab.wait_for(lambda: lab.cluster.job(number)["JobState"] != "RUNNING")
+    lab.cluster.mend("node2")
+
+
+NOBODY, TORCHRUN, QUEUE = "nobody", "torchrun", "the queue"
+
+
+def hit_again_and_again(lab: Lab, job: str, name: str, hits: list[tuple]) -> None:
+    """Hit one run several times; in the end it must be the run that was not hit.
+
+    hits: (step, what happens after it, who then starts the ranks again).
+    """
+    number = hit(lab, job, name, step=hits[0][0], **REAL)
+    starts_again = [who for *_, who in hits if who != NOBODY]
+    resumed = 0
+    for step, strike, who in hits:
+        lab.wait_for_step(name, step)
+        strike(lab, number)
+        resumed += who != NOBODY
+        lab.wait_for(lambda count=resumed: lab.log(name).count("resumed after step") == count)
     assert lab.ends(number) == "COMPLETED", lab.log(name)
-    assert restarts(lab, number) == 1
-    stopped = int(re.search(r"Told to stop; saved after step (\d+)", lab.log(name))[1])
-    assert f"resumed after step {stopped} of {STEPS}" in lab.log(name), "nothing is trained twice"
+    assert restarts(lab, number) == starts_again.count(QUEUE)
+    stopped = re.findall(r"Told to stop; saved after step (\d+)", lab.log(name))
+    assert len(stopped) >= sum(strike in (warning, preemption) for _, strike, _ in hits)
+    for last in stopped:
+        assert f"resumed after step {last} of {STEPS}" in lab.log(name), "a step is trained twice"
     assert not (lab.folder / name / "requeue").exists()
     lab.assert_same(name, "straight", exact=True)
 
 
 @pytest.mark.slow
-def test_preempted(lab):
-    """A job of the partition `urgent` needs both nodes: the run saves, makes room, comes back."""
-    number = hit(lab, JOB, "preempted")
-    options = ("--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null")
-    urgent = lab.cluster.sbatch(*options, "--wrap=sleep 1")
-    lab.cluster.wait(urgent, "COMPLETED")
-    assert lab.ends(number) == "COMPLETED", lab.log("preempted")
-    assert restarts(lab, number) == 1
-    stopped = int(re.search(r"Told to stop; saved after step (\d+)", lab.log("preempted"))[1])
-    assert f"resumed after step {stopped} of {STEPS}" in lab.log("preempted")
-    lab.assert_same("preempted", "straight", exact=True)
+def test_all_that_a_job_survives(lab):
+    """A launcher that is killed takes its ranks with it; those of the other node then end too."""
+    hits = [
+        (5, kill_9_of_a_worker, TORCHRUN),
+        (7, cable_out_for_a_second, NOBODY),
+        (9, warning, QUEUE),
+        (13, functools.partial(kill_9_of_a_launcher, node="node1"), QUEUE),
+        (17, functools.partial(kill_9_of_a_launcher, node="node2"), QUEUE),
+        (19, preemption, QUEUE),
+        (21, cable_out_until_it_is_missed, QUEUE),
+    ]
+    hit_again_and_again(lab, JOB, "survives", hits)
 
 
 @pytest.mark.slow
-def test_kill_9_of_a_worker(lab):
-    """torchrun starts all ranks again, by itself."""
-    number = hit(lab, JOB, "worker", **REAL)
-    os.kill(lab.workers("node2")[0], signal.SIGKILL)
-    assert lab.ends(number) == "COMPLETED", lab.log("worker")
-    assert restarts(lab, number) == 0
-    assert lab.hosts("worker") == ["node1", "node1", "node2", "node2"]
-    lab.assert_same("worker", "straight", exact=True)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("node", NODES)
-def test_kill_9_of_a_launcher(lab, node):
-    """Its processes go with it, the step ends, and the job goes back to the queue."""
-    name = f"launcher-{node}"
-    number = hit(lab, JOB, name, **REAL)
-    (agent,) = lab.processes(node, "-m torch.distributed.run")
-    (worker,) = lab.workers(node)
-    os.kill(agent, signal.SIGKILL)
-    lab.wait_for(lambda: not Path(f"/proc/{worker}").exists())
-    assert lab.ends(number) == "COMPLETED", lab.log(name)
-    assert restarts(lab, number) == 1
-    lab.assert_same(name, "straight", exact=True)
-
-
-@pytest.mark.slow
-def test_kill_9_of_a_task_of_srun(lab):
-    """Nobody starts it again: the job ends; it had come further, so it goes back to the queue."""
-    number = hit(lab, JOB_SRUN, "task", **REAL)
-    os.kill(lab.workers("node2")[0], signal.SIGKILL)
-    assert lab.ends(number) == "COMPLETED", lab.log("task")
-    assert restarts(lab, number) == 1
-    lab.assert_same("task", "straight", exact=True)
+def test_all_that_a_job_of_srun_survives(lab):
+    """Nobody but the queue starts a task again; it does so because the run had come further."""
+    hits = [(5, warning, QUEUE), (13, kill_9_of_a_worker, QUEUE)]
+    hit_again_and_again(lab, JOB_SRUN, "survives-srun", hits)
 
 
 @pytest.mark.slow
@@ -402,24 +446,6 @@ def test_cable_of_rank_0_pulled(lab):
     finally:
         lab.cluster.mend("node1")
         lab.wait_until_idle()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("seconds", [1, None], ids=["a second", "until it is missed"])
-def test_cable_plugged_in_again(lab, seconds):
-    """TCP sends again what was lost in a second; a job that waits for two nodes starts again."""
-    name = f"plugged-{seconds}"
-    number = hit(lab, JOB, name)
-    lab.cluster.cut("node2")
-    if seconds:
-        time.sleep(seconds)
-    else:
-        lab.wait_for(lambda: lab.cluster.job(number)["JobState"] != "RUNNING")
-    lab.cluster.mend("node2")
-    assert lab.ends(number) == "COMPLETED", lab.log(name)
-    assert restarts(lab, number) == (0 if seconds else 1)
-    lab.assert_same(name, "straight", exact=True)
-    lab.wait_until_idle()
 
 
 @pytest.mark.slow

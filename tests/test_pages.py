@@ -499,8 +499,9 @@ OTHER_NODES = r"NNODES|HEAD=|HOSTS|hosts\.txt|node\d|mpirun|sbatch|srun|--precis
 ABRIDGED = [
     *((f"{chapter}/train_llm.py", *EVALUATED_LITTLE) for chapter in CHAPTERS),
     ("common/sample.py", "min(length, 256)", "min(length, 8)"),
-    ("common/classification.py", "), _stdlib_pieces()", "), _stdlib_pieces()[::10]"),
+    ("common/classification.py", "), _stdlib_pieces()", "), _stdlib_pieces()[::40]"),
     ("tests/benchmarks/packing.py", "STEPS, SAMPLES = 100, 64", "STEPS, SAMPLES = 4, 4"),
+    ("tests/benchmarks/packing.py", "ROUNDS, BATCHES = 9, 2", "ROUNDS, BATCHES = 1, 1"),
     ("05-mixed-precision/compression.py", "STEPS = 40", "STEPS = 12"),
 ]
 
@@ -627,6 +628,8 @@ def run_in(folder: Path, command: str) -> None:
 def test_command(same, checkout, record_property):
     """One run stands for all commands that differ only in a name or in a number."""
     command, outputs = same[0][1], checkout / "outputs"
+    if command.startswith("make train") and not (checkout / ".venv").exists():
+        pytest.skip("make would install from the network what Python has elsewhere")
     names = [
         name for _, each in same for name in re.findall(r" (?:-e|--experiment-name) (\S+)", each)
     ]

@@ -41,11 +41,18 @@ def assert_whole(lab: Lab, name: str) -> None:
 
 
 def test_from_text_to_a_sample(lab):
-    """And once more: what is done stays done, and the comment stands beside the first one."""
-    job = submit(lab, "whole")
+    """Stopped in its training it goes on. Once more: what is done stays done.
+
+    Each start adds its comment.
+    """
+    job = submit(lab, "whole", PAUSE=0.3)
+    lab.wait_for_step("whole", 6)
+    lab.cluster.shell("scancel", "--signal=USR1", job)
     assert lab.ends(job) == "COMPLETED", lab.log("whole")
+    assert lab.cluster.job(job)["Restarts"] == "1"
+    assert "The run goes on when the job starts again." in lab.log("whole")
     assert_whole(lab, "whole")
-    (line,) = (lab.folder / "whole/comments.txt").read_text().splitlines()
+    line, _ = (lab.folder / "whole/comments.txt").read_text().splitlines()
     assert f" job {job}: {COMMENT} (-e whole " in line
     before = {name: (lab.folder / "whole" / name).stat().st_mtime_ns for name in RESULTS}
     (lab.folder / "whole/samples.jsonl").unlink()
@@ -53,18 +60,7 @@ def test_from_text_to_a_sample(lab):
     assert lab.ends(job) == "COMPLETED", lab.log("whole")
     after = {name: (lab.folder / "whole" / name).stat().st_mtime_ns for name in RESULTS}
     assert {name for name in RESULTS if before[name] != after[name]} == {"samples.jsonl"}
-    assert len((lab.folder / "whole/comments.txt").read_text().splitlines()) == 2
-
-
-def test_stopped_in_its_training_it_goes_on(lab):
-    job = submit(lab, "stopped", PAUSE=0.3)
-    lab.wait_for_step("stopped", 6)
-    lab.cluster.shell("scancel", "--signal=USR1", job)
-    assert lab.ends(job) == "COMPLETED", lab.log("stopped")
-    assert lab.cluster.job(job)["Restarts"] == "1"
-    assert "The run goes on when the job starts again." in lab.log("stopped")
-    assert_whole(lab, "stopped")
-    assert len((lab.folder / "stopped/comments.txt").read_text().splitlines()) == 2
+    assert len((lab.folder / "whole/comments.txt").read_text().splitlines()) == 3
 
 
 def test_weights_that_exist_keep_their_tokenizer(lab):

@@ -421,7 +421,7 @@ def test_a_rank_that_hangs_ends_all(tmp_path, corpus):
     assert said.splitlines()[-1] == (
         "Not sound: looking for one another's files in --save-dir: not done in 3 s; "
         f"the others wait for rank 1 on {HOST}."
-    )
+    ), said
 
 
 def test_a_rank_that_does_not_come_is_named(tmp_path, corpus):

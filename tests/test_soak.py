@@ -153,19 +153,19 @@ def test_stage_of_a_save(tmp_path, stage):
 @pytest.mark.slow
 @pytest.mark.slurm
 def test_short_soak(cluster, tmp_path, monkeypatch):
-    """Hits that torchrun, TCP and the queue mend; then a step is taken out, which is noticed."""
-    kinds = ["worker", "cable, short", "save, launcher"]
+    """Hits that torchrun and the queue mend; then a step is taken out, which is noticed."""
+    kinds = ["worker", "save, launcher"]
     monkeypatch.setattr(soak, "AT_MOST_S", 0.5)
-    lab, hits = Soak(cluster, tmp_path, steps=300, seed=1), []
+    lab, hits = Soak(cluster, tmp_path, steps=200, seed=1), []
     lab.undisturbed()
     run = lab.train("run", 1, len(kinds), hits.append, kinds)
     assert run["complaints"] == [], lab.log("run")[-5000:]
     assert [hit["kind"] for hit in hits] == kinds, "the run ended before the last hit"
-    by = ["torchrun", "nobody", "the queue"]
+    by = ["torchrun", "the queue"]
     assert [hit["started_again_by"] for hit in hits] == by
     assert run["steps"] == lab.steps and run["job_restarts"] == 1
     assert run["steps_trained"] >= lab.steps
-    began = [hit["first_step_after"] for hit in hits if hit["started_again_by"] != "nobody"]
+    began = [hit["first_step_after"] for hit in hits]
     assert all(step % soak.CKPT_FREQ == 1 for step in began), "it goes on from a checkpoint"
     path = tmp_path / "run/metrics.jsonl"
     path.write_text("".join(path.read_text().splitlines(keepends=True)[:-1]))

@@ -533,6 +533,8 @@ CLAIMS: dict[tuple[str, int], Callable[[], list[str]]] = {
     ],
 )
 def test_numbers(chapter, number):
+    if (chapter, number) == (MIXED, 1) and torch.__version__ < "2.13":
+        pytest.skip("what becomes of 70000 in float8_e4m3fn is said of torch 2.13")
     assert_claimed(chapter, number, CLAIMS.get((chapter, number)))
 
 
@@ -571,6 +573,7 @@ def test_five_lines_with_a_bug_are_noticed(tmp_path):
         check_rounding(load_solution(tmp_path, ("drawn < dropped", "drawn <= dropped")))
 
 
+@pytest.mark.skipif(torch.__version__ < "2.13", reason="said of torch 2.13")
 def test_an_embedding_in_two_groups_is_refused():
     """By torch 2.13; one that does not would train two tensors, which the count shows."""
     with one_of(2):
