@@ -209,7 +209,7 @@ def test_the_same_training_and_report_on_every_number_of_ranks(runs, head):
         for one, many in zip(alone, runs.metrics(head, world_size), strict=True):
             assert many.keys() == one.keys()
             for key in one.keys() & set(keys):
-                assert many[key] == pytest.approx(one[key], rel=1e-5, abs=1e-6), (one["step"], key)
+                assert many[key] == pytest.approx(one[key], rel=1e-4, abs=1e-5), (one["step"], key)
         first, other = runs.report(head), runs.report(head, world_size)
         assert other.pop("loss") == pytest.approx(first.pop("loss"), rel=1e-5)
         assert other == first
