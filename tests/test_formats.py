@@ -221,7 +221,7 @@ def test_errors_of_sums_are_those_of_the_results(tmp_path):
     assert all(row["as_ring"] for row in results["measured"].values())
     for row, expected, line in zip(script.simulate(), results["rows"], lines[8:], strict=False):
         assert list(row)[2:] == list(expected)[2:]
-        assert list(row.values())[2:] == pytest.approx(list(expected.values())[2:], rel=0.01)
+        assert list(row.values())[2:] == pytest.approx(list(expected.values())[2:], rel=0.05)
         # The kind and the number of ranks, then the errors to two digits.
         assert [float(n) for n in line.split()[2:]] == pytest.approx(
             list(expected.values())[2:], rel=0.06

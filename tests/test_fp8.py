@@ -312,9 +312,8 @@ def compile_block(rank: int, name: str, queue) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", MODELS)
-def test_compiles(name):
-    ((distances, gradients),) = ask_ranks(1, compile_block, name, timeout=200)
+def test_compiles():
+    ((distances, gradients),) = ask_ranks(1, compile_block, "gpt2-tiny", timeout=900)
     # Fused, a block rounds fewer times: some numbers come to the other side of a step of fp8. But
-    # it is nearer to fp8 (0.04 and 0.07 were measured) than to bfloat16 (0.07 and 0.10).
+    # it is nearer to fp8 (0.04 was measured) than to bfloat16 (0.07).
     assert distances[0] < 0.8 * distances[1] and distances[1] > 0.05 and gradients

@@ -6,7 +6,7 @@ from pathlib import Path
 import labs
 import nbformat
 import pytest
-from conftest import CHAPTERS, ROOT, first_then_slow, quick
+from conftest import CHAPTERS, ROOT, quick
 
 from common import lab as helpers
 
@@ -35,7 +35,7 @@ def test_is_stored_as_it_ran_from_top_to_bottom(lab):
     assert lab.stat().st_size < 600_000
 
 
-@pytest.mark.parametrize("lab", first_then_slow(labs.labs()), ids=lambda path: path.parent.name)
+@pytest.mark.slow
 def test_prints_again_what_is_stored(lab):
     faults = labs.compare(nbformat.read(lab, as_version=4), labs.execute(lab, quick()))
     assert not faults, "\n".join(faults)

@@ -246,6 +246,7 @@ def assert_two_by_two(lab: Lab, name: str) -> None:
     assert {line["slowest_rank"] for line in lab.metrics(name)} <= {0, 1, 2, 3}
 
 
+@pytest.mark.slow
 def test_same_losses_with_job_sbatch(lab):
     """sbatch --wait, as a reader submits it; and what is left in the logs' folder."""
     words = ["--wait", f"--output={lab.folder}/job.log", ROOT / JOB, *lab.flags("job")]

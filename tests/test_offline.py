@@ -97,6 +97,7 @@ def test_launch_file_works_from_anywhere_and_reaches_for_nothing(
         assert f"'OMP_NUM_THREADS': '{threads}'" in done.stderr
 
 
+@pytest.mark.slow
 def test_make_train_reaches_for_nothing(cut_off, tmp_path):
     if not (ROOT / ".venv/.train").exists():
         pytest.skip("needs the environment that `make train` sets up")

@@ -128,7 +128,13 @@ def test_after_kill_9_of_one_rank(folder, flags, straight, victim):
     assert_exact(straight, folder / name)
 
 
-@pytest.mark.parametrize("stops", [False, pytest.param(True, marks=pytest.mark.planted)])
+@pytest.mark.parametrize(
+    "stops",
+    [
+        pytest.param(False, marks=pytest.mark.slow),
+        pytest.param(True, marks=pytest.mark.planted),
+    ],
+)
 def test_torchrun_ends_all_ranks_when_one_is_killed(tmp_path, flags, stops):
     """As a reader sees it: torchrun names the rank and the signal, and no process stays.
 

@@ -202,6 +202,7 @@ def test_planted_evaluation_in_the_time_of_a_step_is_noticed(train, tmp_path):
     assert line["step"] == 10 and in_phases(line) < 0.5 * line["time/total"]
 
 
+@pytest.mark.slow
 def test_bfloat16_weights_train_and_rotary_tables_stay_float32(train):
     script = load_script(ROOT / SCRIPT)
     dtypes = {}
@@ -231,6 +232,7 @@ def test_compiled_model_trains_alike(train):
     assert column(compiled, "loss") == pytest.approx(column(eager, "loss"), rel=1e-5)
 
 
+@pytest.mark.slow
 def test_log_says_what_matters_and_no_secret(tmp_path):
     secrets = {"WANDB_API_KEY": "a" * 40, "HF_TOKEN": "hf_secret", "MY_PASSWORD": "hunter2"}
     environment = {**secrets, "OMP_NUM_THREADS": "2", "WANDB_MODE": "offline"}
