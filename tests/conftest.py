@@ -168,6 +168,15 @@ def read_metrics(run_dir: Path, going_on: bool = False) -> list[dict]:
     return [json.loads(line) for line in lines if line.endswith("\n") or not going_on]
 
 
+@pytest.fixture
+def tmp_path(tmp_path: Path, request) -> Iterator[Path]:
+    """Empty a test's folder after it. The folder stays, so that no other test gets its name."""
+    yield tmp_path
+    if request.config.getini("tmp_path_retention_policy") == "none":
+        shutil.rmtree(tmp_path, ignore_errors=True)
+        tmp_path.mkdir(exist_ok=True)
+
+
 @pytest.fixture(scope="module")
 def make_folder(tmp_path_factory) -> Iterator[Callable[[str], Path]]:
     """Yield a function that makes a folder for a module's tests; it is removed after the last."""

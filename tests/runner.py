@@ -63,7 +63,7 @@ def server_context() -> multiprocessing.context.ForkServerContext:
 
 
 def ask_ranks(
-    world_size: int, target: Callable[..., None], *arguments: object, timeout: float = 300
+    world_size: int, target: Callable[..., None], *arguments: object, timeout: float = 900
 ) -> list:
     """Call target(rank, *arguments, queue) in a process for each rank; return the answers by rank.
 
@@ -136,7 +136,7 @@ class Ranks:
             own = {key: v[rank] if isinstance(v, list) else v for key, v in options.items()}
             self.processes.append(start(args, env={**place, **dict(env)}, **own))
 
-    def finish(self, timeout: float = 300) -> list[int]:
+    def finish(self, timeout: float = 900) -> list[int]:
         """Wait for all ranks and return their exit statuses."""
         return [finish(process, timeout) for process in self.processes]
 
@@ -156,7 +156,7 @@ class Series:
         folder: Path,
         env: list[dict[str, object]] | None = None,
         in_shell: bool = False,
-        timeout: float = 300,
+        timeout: float = 900,
     ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self.seconds: dict[str, float] = {}  # how long each run took that came to its end
@@ -288,7 +288,7 @@ def _run_in_series(
     gc.collect()
 
 
-def finish(process: multiprocessing.Process, timeout: float = 300) -> int:
+def finish(process: multiprocessing.Process, timeout: float = 900) -> int:
     """Wait for a child and return its exit status, negative for a signal."""
     process.join(timeout)
     assert process.exitcode is not None, "the run did not end in time"

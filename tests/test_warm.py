@@ -161,9 +161,9 @@ def test_torchrun_and_its_ranks_are_quick(start):
 
 def test_where_there_are_gpus_the_interpreter_is_the_real_one(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    assert quick_commands.__wrapped__() == Path(sys.executable).parent
+    assert quick_commands() == Path(sys.executable).parent
 
 
 def test_the_real_interpreter_can_be_asked_for(monkeypatch):
     monkeypatch.setenv("REAL_PYTHON", "1")
-    assert quick_commands.__wrapped__() == Path(sys.executable).parent
+    assert quick_commands() == Path(sys.executable).parent
