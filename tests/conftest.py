@@ -174,7 +174,7 @@ def tmp_path(tmp_path: Path, request) -> Iterator[Path]:
     yield tmp_path
     if request.config.getini("tmp_path_retention_policy") == "none":
         shutil.rmtree(tmp_path, ignore_errors=True)
-        tmp_path.mkdir(exist_ok=True)
+        tmp_path.mkdir(parents=True, exist_ok=True)
 
 
 @pytest.fixture(scope="module")

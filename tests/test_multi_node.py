@@ -140,6 +140,13 @@ class Lab:
         path = self.folder / f"{name}.log"
         return path.read_text() if path.exists() else ""
 
+    def stops(self, name: str) -> list[int]:
+        """Return the steps after which a run was told to stop; it resumed after each of them."""
+        stopped = re.findall(r"Told to stop; saved after step (\d+)", self.log(name))
+        for step in stopped:
+            assert f"resumed after step {step} of {STEPS}" in self.log(name), "a step is lost"
+        return [int(step) for step in stopped]
+
     def metrics(self, name: str) -> list[dict]:
         path = self.folder / name
         return read_metrics(path, going_on=True) if (path / "metrics.jsonl").exists() else []
@@ -391,20 +398,18 @@ def hit_again_and_again(lab: Lab, job: str, name: str, hits: list[tuple]) -> Non
 
     hits: (step, what happens after it, who then starts the ranks again).
     """
-    number = hit(lab, job, name, step=hits[0][0], **REAL)
-    starts_again = [who for *_, who in hits if who != NOBODY]
-    resumed = 0
+    number = hit(lab, job, name, step=1, **REAL)
+    starts_again = []
     for step, strike, who in hits:
         lab.wait_for_step(name, step)
         strike(lab, number)
-        resumed += who != NOBODY
-        lab.wait_for(lambda count=resumed: lab.log(name).count("resumed after step") == count)
+        starts_again += [who] if who != NOBODY else []
+        resumed = len(starts_again)
+        lab.wait_for(lambda n=resumed: lab.log(name).count("resumed after step") == n)
     assert lab.ends(number) == "COMPLETED", lab.log(name)
     assert restarts(lab, number) == starts_again.count(QUEUE)
-    stopped = re.findall(r"Told to stop; saved after step (\d+)", lab.log(name))
-    assert len(stopped) >= sum(strike in (warning, preemption) for _, strike, _ in hits)
-    for last in stopped:
-        assert f"resumed after step {last} of {STEPS}" in lab.log(name), "a step is trained twice"
+    warned = sum(strike in (warning, preemption) for _, strike, _ in hits)
+    assert len(lab.stops(name)) >= warned
     assert not (lab.folder / name / "requeue").exists()
     lab.assert_same(name, "straight", exact=True)
 
@@ -491,8 +496,7 @@ def test_elastic(lab):
     lab.wait_for(lambda: worlds() == ["2", "1", "2"])
     assert [first.wait(PATIENCE_S), back.wait(PATIENCE_S)] == [0, 0], lab.log("elastic")
     second.wait(PATIENCE_S)
-    stopped = int(re.search(r"Told to stop; saved after step (\d+)", lab.log("elastic"))[1])
-    assert f"resumed after step {stopped} of {STEPS}" in lab.log("elastic"), "no step is lost"
+    assert lab.stops("elastic")
     lab.assert_same("elastic", "alone", exact=False)
 
 

@@ -14,7 +14,6 @@ from conftest import quick, quick_commands, wait_for_file
 
 pytestmark = [
     pytest.mark.skipif(sys.platform != "linux", reason="needs Linux"),
-    pytest.mark.skipif(torch.cuda.is_available(), reason="only the real one can use a GPU"),
     pytest.mark.skipif("REAL_PYTHON" in os.environ, reason="REAL_PYTHON is set"),
 ]
 SCRIPT = """\
