@@ -18,9 +18,10 @@ import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
-from common import cli, launch, models, record, runs
+from common import cli, distributed, models
+from common.checkpoint.trained import load_trained
 from common.cli import InputError, at_least
-from common.data import IGNORED, load_blocks
+from common.data import IGNORED, load_sequences
 
 
 def get_args() -> argparse.Namespace:
@@ -47,7 +48,7 @@ def main() -> None:
     args = get_args()
 
     # --- setup ---
-    launch.complete_environment()  # alone, where torchrun did not start this process
+    distributed.prepare_environment()  # alone, where torchrun did not start this process
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     cuda = torch.cuda.is_available()
     device = torch.device(f"cuda:{os.environ['LOCAL_RANK']}" if cuda else "cpu")
@@ -57,7 +58,7 @@ def main() -> None:
     cli.check_output(args.output)
 
     # --- model ---
-    trained = runs.load_trained(args.trained, args.model_name, args.tokenizer_name, args.step)
+    trained = load_trained(args.trained, args.model_name, args.tokenizer_name, args.step)
     model, tokenizer = trained.model.to(device), trained.tokenizer
     seq_length = args.seq_length or trained.seq_length
     seq_length = models.check_sizes(model.config, tokenizer, seq_length)
@@ -65,7 +66,7 @@ def main() -> None:
         raise InputError(f"--stride {stride} would leave out tokens: give at most {seq_length}.")
 
     # --- text ---
-    train, evaluation = load_blocks(args, tokenizer, seq_length)
+    train, evaluation = load_sequences(args, tokenizer, seq_length)
     chosen = {"train": [train], "evaluation": [evaluation], "all": [train, evaluation]}[args.split]
     # The file of the blocks has the rest of less than a block, too: one long line of tokens.
     lines = [np.memmap(part.tokens.filename, part.tokens.dtype, mode="r") for part in chosen]
@@ -87,7 +88,7 @@ def main() -> None:
         backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
         dist.init_process_group(backend, device_id=device if cuda else None)
         facts = {"model": trained.origin, "text": [part.digest for part in chosen]}
-        record.check_agreement(facts, "give --step, and all nodes the same data")
+        distributed.check_agreement(facts, "give --step, and all nodes the same data")
         dist.all_reduce(total)  # sums, not means: ranks may hold different numbers of tokens
         dist.barrier()  # a rank that is gone too early looks like a failure to the others
         dist.destroy_process_group()
@@ -147,4 +148,4 @@ def score(model: PreTrainedModel, input_ids: torch.Tensor, labels: torch.Tensor)
 
 
 if __name__ == "__main__":
-    launch.run(main)
+    distributed.run(main)

@@ -13,7 +13,8 @@ from pathlib import Path
 import torch
 from transformers import GenerationConfig
 
-from common import cli, launch, runs
+from common import cli, distributed
+from common.checkpoint.trained import TrainedModel, load_trained
 from common.cli import InputError, above_zero, at_least, share
 
 
@@ -51,7 +52,7 @@ def main() -> None:
 
     # --- model ---
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    trained = runs.load_trained(args.trained, args.model_name, args.tokenizer_name, args.step)
+    trained = load_trained(args.trained, args.model_name, args.tokenizer_name, args.step)
     model, tokenizer = trained.model.to(device), trained.tokenizer
     model.set_attn_implementation("sdpa")  # it knows masks, training's does not
     # All that decides on a token: what a model's folder says of it does not count here.
@@ -103,7 +104,7 @@ def read_prompts(args: argparse.Namespace) -> Iterator[list[str]]:
         yield from ([line.rstrip("\n")] for line in sys.stdin)
 
 
-def answer(prompts: list[str], trained: runs.Trained, args: argparse.Namespace) -> Iterator[dict]:
+def answer(prompts: list[str], trained: TrainedModel, args: argparse.Namespace) -> Iterator[dict]:
     """Yield the facts of each text. Raises InputError for a prompt that is too long."""
     model, tokenizer, end = trained.model, trained.tokenizer, trained.tokenizer.eos_token_id
     positions = getattr(model.config, "max_position_embeddings", None) or 2**31
@@ -143,4 +144,4 @@ def pad(rows: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
 if __name__ == "__main__":
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # who reads the text may stop, as head does
     sys.stdin.reconfigure(errors="replace")
-    launch.run(main)
+    distributed.run(main)

@@ -13,12 +13,11 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, set_seed
 
-from common import cli, launch, models
-from common.checkpoint import load_checkpoint, save_checkpoint
+from common import cli, distributed, models
+from common.checkpoint import find_checkpoint, fixed_settings, load_checkpoint, save_checkpoint
 from common.cli import at_least
-from common.data import ResumableSampler, describe_batch, load_blocks, split_batch
-from common.record import describe_training, find_checkpoint
-from common.sample import sample_text
+from common.data import ResumableSampler, describe_batch, load_sequences, split_batch
+from common.models import sample_text
 from common.timers import PhaseTimers, flops_per_token
 from common.tracker import Tracker, make_run_dir
 
@@ -28,35 +27,35 @@ logger = logging.getLogger("train_llm")
 def get_args() -> argparse.Namespace:
     parser = cli.ArgumentParser(description=__doc__)
     add = parser.add_argument_group("run").add_argument
-    add("-e", "--experiment-name", help="name of the run; generated if absent")
-    add("--save-dir", default="outputs", help="folder that holds the runs' folders")
-    add("--seed", default=0, type=at_least(0), help="of the weights, the order, the dropout")
+    add("-e", "--experiment-name", help="name of the run (default: model, data set and time)")
+    add("--save-dir", default="outputs", help="folder that holds the run folders")
+    add("--seed", default=0, type=at_least(0), help="seed for weights, data order and dropout")
     add = parser.add_argument_group("data").add_argument
     add("-d", "--dataset-name", default="python-stdlib", help="preset, file, folder or hub id")
     add("--dataset-subset", help="configuration of a hub data set")
-    add("--text-column", help="column to train on (if absent: text)")
-    add("-s", "--seq-length", type=at_least(2), help="tokens (if absent: positions, <= 1024)")
-    add("--num-workers", default=0, type=at_least(0), help="processes that prepare data")
+    add("--text-column", help="column that holds the text (default: text)")
+    add("-s", "--seq-length", type=at_least(2), help="tokens (default: the model's limit, <= 1024)")
+    add("--num-workers", default=0, type=at_least(0), help="processes that load data")
     add = parser.add_argument_group("model").add_argument
     add("-m", "--model-name", default="gpt2-tiny", help="preset, folder or hub id")
-    add("--tokenizer-name", help="folder or hub id (if absent: the model's)")
-    add("--pretrained", action="store_true", help="start from the model's own weights")
+    add("--tokenizer-name", help="folder or hub id (default: the model's tokenizer)")
+    add("--pretrained", action="store_true", help="start from the model's pretrained weights")
     add("--param-dtype", default="float32", choices=["float32", "bfloat16"], help="of the weights")
     add("--compile", action="store_true", help="fuse kernels with torch.compile")
     add = parser.add_argument_group("optimize").add_argument
-    add("-b", "--batch-size", default=8, type=at_least(1), help="most sequences per device at once")
+    add("-b", "--batch-size", default=8, type=at_least(1), help="limit per device and micro-batch")
     add("--global-batch-size", default=24, type=at_least(1), help="sequences per step, all devices")
-    add("--lr", type=at_least(0.0), help="peak rate (if absent: 1 / model width)")
-    add("--warmup-steps", type=at_least(0), help="steps (if absent: a quarter, at most 100)")
-    add("--weight-decay", default=0.1, type=at_least(0.0), help="AdamW's, multiplied by the rate")
-    add("--max-grad-norm", default=1.0, type=cli.above_zero, help="clip above; inf: never")
-    add("--num-epochs", default=0.6, type=at_least(0.0), help="passes over the data, or a part")
-    add("--max-steps", type=at_least(1), help="steps in all, instead of epochs")
+    add("--lr", type=at_least(0.0), help="peak learning rate (default: 1 / model width)")
+    add("--warmup-steps", type=at_least(0), help="steps (default: a quarter of all, <= 100)")
+    add("--weight-decay", default=0.1, type=at_least(0.0), help="AdamW's weight decay")
+    add("--max-grad-norm", default=1.0, type=cli.above_zero, help="clip above this; inf: never")
+    add("--num-epochs", default=0.6, type=at_least(0.0), help="passes over the data")
+    add("--max-steps", type=at_least(1), help="number of steps; overrides --num-epochs")
     add = parser.add_argument_group("every N steps").add_argument
     add("--log-freq", default=10, type=at_least(1), help="steps between log lines")
     add("--eval-freq", default=200, type=at_least(1), help="steps between evaluations")
     add("--ckpt-freq", default=50, type=at_least(1), help="steps between checkpoints")
-    add("--keep-checkpoints", default=2, type=at_least(1), help="newest checkpoints that stay")
+    add("--keep-checkpoints", default=2, type=at_least(1), help="how many checkpoints to keep")
     return parser.parse_args()
 
 
@@ -64,7 +63,7 @@ def main() -> None:
     args = get_args()
 
     # --- setup ---
-    # One process per device: rank is the number of this one, world_size how many there are.
+    # One process drives one device. Its number is the rank; world_size is how many there are.
     rank = 0
     world_size = 1
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -73,48 +72,49 @@ def main() -> None:
         format="[%(asctime)s] %(message)s",
         handlers=[cli.ProgressHandler()],
     )
-    # Products of float32 matrices in TF32 where a GPU has it: float32's range, 3 decimal digits.
+    # GPUs multiply float32 matrices in TF32: the range of float32, about 3 decimal digits.
     torch.set_float32_matmul_precision("high" if device.type == "cuda" else "highest")
     logger.info(cli.describe_run(args, device))
 
     # --- model ---
-    config = models.load_config(args.model_name)  # sizes, no weights yet
+    config = models.load_config(args.model_name)  # sizes only, no weights
     tokenizer = models.load_tokenizer(args.tokenizer_name or args.model_name)
     seq_length = models.check_sizes(config, tokenizer, args.seq_length)
-    # Drawn on the CPU in float32, so that every kind of device starts from the same weights.
     torch.manual_seed(args.seed)
-    if args.pretrained:
-        model = models.load_pretrained(args.model_name, config)
-    else:
-        model = AutoModelForCausalLM.from_config(
-            config,
-            attn_implementation=models.causal_attention(config),  # no mask in memory
-            dtype=torch.float32,
-        )
-    for parameter in model.parameters():  # not the buffers: rotary tables need float32
+    # Weights are drawn on the CPU in float32, so every kind of device starts from the same model.
+    with torch.device("cpu"):
+        if args.pretrained:
+            model = models.load_pretrained(args.model_name, config)
+        else:
+            model = AutoModelForCausalLM.from_config(
+                config,
+                attn_implementation=models.causal_attention(config),  # needs no mask tensor
+                dtype=torch.float32,
+            )
+    for parameter in model.parameters():  # buffers stay in float32: rotary tables need it
         parameter.data = parameter.data.to(getattr(torch, args.param_dtype))
-    model.to(device)  # before there is an optimizer: it holds on to what it gets
+    model.to(device)  # before the optimizer is made, which keeps references to the parameters
     if args.compile:
-        model.compile()  # in place: a wrapper renames parameters
+        model.compile()  # unlike torch.compile(model), this keeps the parameter names
 
     # --- data ---
-    # Tokenized once, then read from a cache; processes that come meanwhile wait for a file lock.
-    train_data, eval_data = load_blocks(args, tokenizer, seq_length)
+    # Tokenized once, then read from a cache. A file lock makes other processes wait meanwhile.
+    train_data, eval_data = load_sequences(args, tokenizer, seq_length)
     # The global batch is fixed. What does not fit on the devices at once is accumulated.
     micro_batch_size, accumulation = split_batch(args, world_size, len(train_data))
-    # A permutation drawn from seed + epoch alone, of which every rank takes its share.
+    # The order depends on seed and epoch only. Each rank takes every world_size-th sample of it.
     sampler = ResumableSampler(train_data, num_replicas=world_size, rank=rank, seed=args.seed)
     dataloader = DataLoader(
         train_data,
         batch_size=micro_batch_size,
         sampler=sampler,
-        drop_last=True,  # steps of equal size, so that the mean of their losses is a mean
+        drop_last=True,  # all micro-batches have the same size, so their losses can be averaged
         num_workers=args.num_workers,
-        pin_memory=device.type == "cuda",  # a copy to the GPU then runs beside its work
-        # Its own: every start of an epoch draws from it, and a resumed run starts once more.
+        pin_memory=device.type == "cuda",  # lets the copy to the GPU overlap with computation
+        # An iterator draws a seed when it starts. Its own generator keeps torch's RNG unchanged.
         generator=torch.Generator(),
     )
-    # Batches of one shape: a compiled model would be compiled again for a smaller last one.
+    # All batches have the same shape: torch.compile would recompile for a smaller last batch.
     eval_data = eval_data.pad_to_multiple(micro_batch_size * world_size)
     eval_dataloader = DataLoader(
         eval_data,
@@ -127,18 +127,18 @@ def main() -> None:
     # --- optimizer ---
     if args.warmup_steps is None:
         args.warmup_steps = min(100, total_steps // 4)
-    # The best rate falls with the width of the model, roughly as its inverse.
+    # Wider models need a smaller learning rate. 1 / width is a rule of thumb.
     lr = args.lr if args.lr is not None else 1 / config.hidden_size
     optimizer = torch.optim.AdamW(
         model.parameters(),
         lr=lr,
-        betas=(0.8, 0.95),  # shorter memories than usual: this run is short, its batches small
+        betas=(0.8, 0.95),  # below the usual 0.9 and 0.999, because this run is short
         weight_decay=args.weight_decay,
-        fused=True,  # one kernel for many parameters, instead of several for each
+        fused=True,  # one kernel updates many parameters
     )
 
     def lr_factor(step: int) -> float:
-        # A function of the step alone: a resumed run cannot leave the schedule.
+        # Linear warm-up, then a cosine down to 10%. It depends on the step only, also on resume.
         if step < args.warmup_steps:
             return (step + 1) / args.warmup_steps
         progress = (step - args.warmup_steps) / max(1, total_steps - 1 - args.warmup_steps)
@@ -147,14 +147,14 @@ def main() -> None:
     lr_scheduler = LambdaLR(optimizer, lr_factor)
 
     # --- resume ---
-    run_dir = make_run_dir(args.save_dir, launch.experiment_name(args), rank)
-    logger.info(f"the run's folder is {run_dir}; {launch.how_to_go_on(run_dir.name)}")
-    set_seed(args.seed + rank)  # for dropout: Python, NumPy and PyTorch
-    # With the weights, the moments and the schedule: all that the next step depends on.
+    run_dir = make_run_dir(args.save_dir, distributed.experiment_name(args), rank)
+    logger.info(f"the run's folder is {run_dir}; {distributed.resume_command(run_dir.name)}")
+    set_seed(args.seed + rank)  # Python's, NumPy's and PyTorch's RNGs, for dropout
+    # Saved with the weights, the optimizer and the schedule: all that the next step depends on.
     state = {"step": 0, "logged_step": 0, "running_loss": torch.zeros((), device=device)}
-    # What may not change while a run goes on; the batch size of a device, say, may.
-    training = describe_training(args, model, train_data, seq_length, lr, total_steps)
-    checkpoint = find_checkpoint(run_dir, training)
+    # What must not change when a run resumes, for example --lr. The batch per device may change.
+    settings = fixed_settings(args, model, train_data, seq_length, lr, total_steps)
+    checkpoint = find_checkpoint(run_dir, settings)
     if checkpoint is not None:
         load_checkpoint(checkpoint, model, optimizer, lr_scheduler, state)
         logger.info(f"resumed after step {state['step']} of {total_steps}")
@@ -164,45 +164,47 @@ def main() -> None:
 
     # --- train ---
     logger.info(describe_batch(micro_batch_size, world_size, accumulation, seq_length))
-    tracker = Tracker(run_dir, {**vars(args), **training}, state["step"], rank)
+    tracker = Tracker(run_dir, {**vars(args), **settings}, state["step"], rank)
     progress_bar = cli.progress_bar(total_steps, state["step"], rank)
     token_flops = flops_per_token(model, config, seq_length)
     timers = PhaseTimers(device)
     batches = None
-    model.train()  # dropout on, where a model has it
+    model.train()  # turns dropout on, if the model has any
     while state["step"] < total_steps:
         epoch, epoch_step = divmod(state["step"], steps_per_epoch)
         if batches is None or epoch_step == 0:
-            # Another order each epoch; after a stop, from the first sample not trained on.
+            # Each epoch has its own order. A resumed run skips the samples it has trained on.
             sampler.set_epoch(epoch, start=epoch_step * micro_batch_size * accumulation)
             batches = iter(dataloader)
+
+        # The training step: forward and backward for each micro-batch, then clip and update.
         for _ in range(accumulation):
             with timers("data"):
                 batch = next(batches)
                 batch = {key: t.to(device, non_blocking=True) for key, t in batch.items()}
             with timers("forward"):
-                # Each micro-batch is its part of the mean over the global batch.
+                # The losses of the micro-batches add up to the mean over the global batch.
                 loss = model(**batch).loss / accumulation
             with timers("backward"):
-                loss.backward()  # adds to the gradients of the micro-batches before
-            state["running_loss"] += loss.detach()  # stays on the device: .item() would wait for it
+                loss.backward()  # adds to the gradients of earlier micro-batches
+            state["running_loss"] += loss.detach()  # .item() would make the host wait for the GPU
         with timers("update"):
-            # One bad batch must not throw the weights far off. Returns the norm before clipping.
+            # Limits what one bad batch can do to the weights. Returns the norm before clipping.
             grad_norm = nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
             optimizer.step()
-            step_lr = lr_scheduler.get_last_lr()[0]  # what this step used
+            step_lr = lr_scheduler.get_last_lr()[0]  # the learning rate of this step
             lr_scheduler.step()
-            optimizer.zero_grad(set_to_none=True)  # the next backward pass then need not add
+            optimizer.zero_grad(set_to_none=True)
+
+        # Once in a while: log, evaluate, save.
         state["step"] += 1
         progress_bar.update()
         last = state["step"] == total_steps
         metrics = {"step": state["step"]}
-        # The only steps in which the host waits for the device: .item() reads its memory.
+        # Only here does the host wait for the GPU: .item() reads its memory.
         if state["step"] % args.log_freq == 0 or last:
             metrics |= {
                 "epoch": epoch,
-                "epoch_progress": (epoch_step + 1) / steps_per_epoch,
-                "batches_left": steps_per_epoch - epoch_step - 1,
                 "loss": state["running_loss"].item() / (state["step"] - state["logged_step"]),
                 "lr": step_lr,
                 "grad_norm": grad_norm.item(),
@@ -217,34 +219,34 @@ def main() -> None:
             tracker.log(metrics)
             cli.show_metrics(logger, progress_bar, metrics)
         if state["step"] % args.ckpt_freq == 0 or last:
-            with timers("save"):  # a kill in here leaves the checkpoint before it in force
+            with timers("save"):  # if the process is killed here, the previous checkpoint is valid
                 save_checkpoint(
-                    run_dir, model, optimizer, lr_scheduler, state, training, args.keep_checkpoints
+                    run_dir, model, optimizer, lr_scheduler, state, settings, args.keep_checkpoints
                 )
     progress_bar.close()
     tracker.finish()
     sample = sample_text(model, tokenizer, device, args.dataset_name, seq_length, args.seed)
-    logger.info(launch.describe_end(run_dir, metrics, *sample))
+    logger.info(distributed.final_report(run_dir, metrics, *sample))
 
 
 @torch.no_grad()
 def evaluate(model, dataloader: DataLoader, device: torch.device, tokens_per_byte: float) -> dict:
-    """Return the mean loss in nats per token, perplexity and bits per byte; counts tokens once."""
-    model.eval()  # no dropout
-    total = torch.zeros(2, dtype=torch.float64, device=device)  # sum of losses, of tokens
+    """Return the loss in nats per token, the perplexity and the bits per byte of all tokens."""
+    model.eval()  # turns dropout off
+    total = torch.zeros(2, dtype=torch.float64, device=device)  # sum of losses, number of tokens
     for batch in dataloader:
         batch = {key: t.to(device, non_blocking=True) for key, t in batch.items()}
-        n_tokens = (batch["labels"][:, 1:] != -100).sum()
-        loss_sum = torch.where(n_tokens > 0, model(**batch).loss * n_tokens, 0)  # no 0 / 0
+        n_tokens = (batch["labels"][:, 1:] != -100).sum()  # padding has the label -100
+        loss_sum = torch.where(n_tokens > 0, model(**batch).loss * n_tokens, 0)
         total += torch.stack((loss_sum, n_tokens))
     model.train()
     loss = total[0] / total[1]
     return {
         "eval_loss": loss.item(),
         "perplexity": loss.exp().item(),
-        "bits_per_byte": loss.item() / math.log(2) * tokens_per_byte,  # for any vocabulary
+        "bits_per_byte": loss.item() / math.log(2) * tokens_per_byte,  # comparable for tokenizers
     }
 
 
 if __name__ == "__main__":
-    launch.run(main)
+    distributed.run(main)

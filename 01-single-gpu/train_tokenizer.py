@@ -13,10 +13,10 @@ from typing import TYPE_CHECKING
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from common import cli, launch
+from common import cli, distributed
 from common.cli import InputError, at_least
-from common.folders import check_new_folder, complete_folder
-from common.sources import find_source
+from common.data.sources import find_source
+from common.models import check_new_folder, complete_folder
 
 if TYPE_CHECKING:
     import datasets
@@ -131,4 +131,4 @@ def measure(tokenizer: PreTrainedTokenizerFast, documents: "datasets.Dataset") -
 
 
 if __name__ == "__main__":
-    launch.run(main)
+    distributed.run(main)

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
-from common import launch, models
+from common import distributed, models
 
 
 def parameter_server(grads: torch.Tensor) -> None:
@@ -42,7 +42,7 @@ def measure() -> torch.Tensor:
 
 def main() -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # all on the CPU: there may be more ranks than GPUs
-    launch.complete_environment()  # alone, where torchrun did not start this process
+    distributed.prepare_environment()  # alone, where torchrun did not start this process
     dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)  # the same weights on all ranks, but another batch on each
@@ -77,4 +77,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    launch.run(main)
+    distributed.run(main)

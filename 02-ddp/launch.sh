@@ -21,7 +21,7 @@ fi
 
 # torchrun opens the logs before the script has read its arguments: the run's folder is needed here.
 # The processes share the cores: left to itself, each would take them all, or torchrun give it one.
-PLAN=$("$PYTHON" -m common.plan "$@")
+PLAN=$("$PYTHON" -m common.distributed "$@")
 { read -r NAME && read -r SAVE_DIR && read -r PROCESSES && read -r THREADS; } <<<"$PLAN"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$THREADS}"
 # For the line with which the script says how the run can go on.

@@ -21,14 +21,16 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 from transformers import set_seed
 
-from common import classifier, cli, launch, models
-from common.classification import Examples, load_examples
+from common import cli, distributed, models
 from common.cli import at_least
 from common.data import IGNORED
-from common.grouping import PADDINGS, Collator, GroupedSampler, batches_of_rank, encode
-from common.record import gather, rank_and_world_size
+from common.distributed import gather, rank_and_world_size
 from common.timers import PhaseTimers
 from common.tracker import Tracker, make_run_dir
+
+from classification import results
+from classification.batches import PADDINGS, Collator, GroupedSampler, batches_of_rank, encode
+from classification.examples import Examples, load_examples
 
 logger = logging.getLogger("train_classifier")
 
@@ -72,7 +74,7 @@ def main() -> None:
 
     # --- setup ---
     # One process per device: rank is the number of this one, world_size how many there are.
-    launch.complete_environment()  # alone, where torchrun did not start this process
+    distributed.prepare_environment()  # alone, where torchrun did not start this process
     rank = int(os.environ["RANK"])
     world_size = int(os.environ["WORLD_SIZE"])
     local_rank = int(os.environ["LOCAL_RANK"])  # among the processes of this machine
@@ -98,7 +100,7 @@ def main() -> None:
     config = models.load_config(args.model_name)  # sizes, no weights yet
     tokenizer = models.load_tokenizer(args.tokenizer_name or args.model_name)
     seq_length = models.check_sizes(config, tokenizer, args.seq_length)
-    model_class = classifier.model_class(args.head, config)
+    model_class = results.model_class(args.head, config)
     classes, splits = load_examples(
         args.dataset_name, args.dataset_subset, args.text_column, args.label_column
     )
@@ -112,12 +114,12 @@ def main() -> None:
     tokenizer.model_max_length = seq_length  # who loads the folder cuts texts where training did
     prompt = args.prompt if args.head == "none" else None
     words = encode(splits, classes, tokenizer, seq_length, prompt)
-    classifier.check_same(classes, splits)
+    results.check_same(classes, splits)
     options = {"attn_implementation": models.causal_attention(config), "dtype": torch.float32}
     # Drawn on the CPU in float32, so that every kind of device starts from the same weights.
     torch.manual_seed(args.seed)
     if args.pretrained:  # a head that the folder lacks is drawn
-        model = classifier.load_weights(model_class, args.model_name, config, options)
+        model = results.load_weights(model_class, args.model_name, config, options)
     else:
         model = model_class.from_config(config, **options)
     # The head reads a text's last token: the last one that is not this.
@@ -142,7 +144,7 @@ def main() -> None:
     evaluation = eval_collator, max(1, args.batch_size // max(1, len(words))), device
     steps_per_epoch = len(sampler.steps)
     total_steps = args.max_steps or args.num_epochs * steps_per_epoch
-    logger.info(classifier.describe_data(classes, splits, sampler, seq_length))
+    logger.info(results.describe_data(classes, splits, sampler, seq_length))
 
     # --- optimizer ---
     # Weights that know the language must not be thrown far off; drawn ones have a way to go.
@@ -154,7 +156,7 @@ def main() -> None:
     lr_scheduler = LambdaLR(optimizer, lambda n: min((n + 1) / up, (total_steps - n) / down))
 
     # --- train ---
-    name = classifier.check_name(launch.experiment_name(args), args.save_dir)  # for a new run
+    name = results.check_name(distributed.experiment_name(args), args.save_dir)  # for a new run
     run_dir = make_run_dir(args.save_dir, name, rank)
     logger.info(f"the run's folder is {run_dir}")
     set_seed(args.seed + rank)  # for dropout: Python, NumPy and PyTorch
@@ -206,8 +208,6 @@ def main() -> None:
             epoch_sums += sums
             metrics |= {
                 "epoch": epoch,
-                "epoch_progress": (epoch_step + 1) / steps_per_epoch,
-                "batches_left": steps_per_epoch - epoch_step - 1,
                 "loss": (sums[0] / sums[2]).item(),
                 "lr": step_lr,
                 "grad_norm": grad_norm.item(),
@@ -229,24 +229,24 @@ def main() -> None:
                 best_loss, best_epoch = eval_loss, epoch + 1
                 if rank == 0:
                     with timers("save"):
-                        classifier.save_model(model, tokenizer, run_dir / "best")
+                        results.save_model(model, tokenizer, run_dir / "best")
         if len(metrics) > 1:
             tracker.log(metrics)
             cli.show_metrics(logger, progress_bar, metrics)
         if end_of_epoch:
-            logger.info(classifier.describe_epoch(epoch + 1, metrics, best_epoch))
+            logger.info(results.describe_epoch(epoch + 1, metrics, best_epoch))
     progress_bar.close()
     tracker.finish()
 
     # --- test report ---
     del ddp_model
     dist.barrier()  # rank 0 may still be writing it
-    model = classifier.load_weights(model_class, f"{run_dir}/best", None, options).to(device)
+    model = results.load_weights(model_class, f"{run_dir}/best", None, options).to(device)
     loss, _, predictions = evaluate(model, splits["test"], *evaluation)
     dist.barrier()  # a rank that is gone too early looks like a failure to those still at work
     dist.destroy_process_group()  # what follows may take longer than others wait in a collective
     if rank == 0:
-        report = classifier.write_report(run_dir, classes, splits, predictions, loss, best_epoch)
+        report = results.write_report(run_dir, classes, splits, predictions, loss, best_epoch)
         logger.info(f"test of {run_dir}/best, loss {loss:.4f}:\n\n{report}")
 
 
@@ -297,4 +297,4 @@ def evaluate(model, examples: Examples, collator: Collator, batch_size: int, dev
 
 
 if __name__ == "__main__":
-    launch.run(main)
+    distributed.run(main)

@@ -24,7 +24,7 @@ if [[ " $* " == *" --help "* || " $* " == *" -h "* ]]; then
     exec "$PYTHON" 03-multi-node/train_llm.py --help
 fi
 
-PLAN=$("$PYTHON" -m common.plan "$@")
+PLAN=$("$PYTHON" -m common.distributed "$@")
 { read -r NAME && read -r SAVE_DIR && read -r PROCESSES && read -r THREADS; } <<<"$PLAN"
 HOSTS=${HOSTS:-localhost:$PROCESSES}
 RANKS=0

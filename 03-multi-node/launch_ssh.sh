@@ -39,7 +39,7 @@ if [[ "${PYTHON##*/}" == python && -z "${VIRTUAL_ENV:-}" && -x .venv/bin/python 
 fi
 export PYTHON
 export NNODES=${NNODES:-${#HOSTS[@]}} HEAD=${HEAD:-${HOSTS[0]##*@}:${PORT:-29400}}
-PLAN=$("$PYTHON" -m common.plan "$@")
+PLAN=$("$PYTHON" -m common.distributed "$@")
 { read -r NAME && read -r SAVE_DIR; } <<<"$PLAN"
 [[ " $*" == *" -e"* || " $*" == *" --experiment-name"* ]] || set -- -e "$NAME" "$@"
 [[ "$SAVE_DIR" == /* ]] || SAVE_DIR="$PWD/$SAVE_DIR"

@@ -32,7 +32,7 @@ if [[ " $* " == *" --help "* || " $* " == *" -h "* ]]; then
     exec "$PYTHON" "$SCRIPT" --help
 fi
 
-PLAN=$("$PYTHON" -m common.plan "$@")
+PLAN=$("$PYTHON" -m common.distributed "$@")
 { read -r NAME && read -r SAVE_DIR && read -r PROCESSES && read -r THREADS; } <<<"$PLAN"
 if [[ "${NNODES:-1}" != 1 && -z "${HEAD:-}" ]]; then
     echo "Several nodes need to know where to meet: give HEAD=host:port." >&2

@@ -1,13 +1,13 @@
-"""Watch the GPUs of a whole cluster in one table: utilisation, power, memory, processes.
+"""Show the GPUs of all nodes in one table: utilisation, power, memory, processes.
 
 python 03-multi-node/watch_gpus.py node1 node2
 python 03-multi-node/watch_gpus.py node[1-4] --interval 5
 python 03-multi-node/watch_gpus.py --once          this machine, one table
 
-The functions below the first banner are sent to each node over ssh, where a plain python3 runs
-them: nothing has to be installed there. A node without GPUs shows its CPUs.
+The script sends the functions below the first banner to each node over ssh, and the node's python3
+runs them. Nothing has to be installed there. For a node without GPUs the table shows its CPUs.
 """
-# What is sent does without pathlib, as os.readlink is older than Path.readlink.
+# The functions that are sent use os and not pathlib, because Python 3.6 has no Path.readlink.
 # ruff: noqa: PTH110, PTH115, PTH119, PTH123, PTH207
 
 import argparse
@@ -21,33 +21,34 @@ import threading
 import time
 from pathlib import Path
 
-from common import cli, launch
+from common import cli, distributed
 from common.cli import InputError
 
-# A GPU that waits in a collective runs a kernel that only looks whether data has come: 100%
-# utilised, at 14 to 22% of its power limit in the reports that watching.md names.
+# A GPU that waits in a collective runs a kernel that polls for data: its utilisation is 100%, at 14
+# to 22% of its power limit in the reports that watching.md cites.
 BUSY = 95  # % utilisation from which a GPU counts as busy
 NEAR_IDLE = 0.3  # of the power limit, below which a busy GPU computes little or nothing
-FALLEN = 0.5  # of the most that was seen, below which a node's power has fallen
-WORKING = 10  # % of the cores; a node without GPUs that never used as much cannot fall
+FALLEN = 0.5  # of the node's highest effort so far, below which its effort has fallen
+WORKING = 10  # % of the cores that a node without GPUs must have used before its effort can fall
 HOST = r"(\w[\w.-]*@)?\w[\w.:-]*(\[\d{1,5}(-\d{1,5})?(,\d{1,5}(-\d{1,5})?)*\][\w.-]*)?"
-CLEAR = "\x1b[H\x1b[J"  # the cursor to the top, and the terminal empty from there
+CLEAR = "\x1b[H\x1b[J"  # move the cursor to the top and clear the terminal
 
-# --- what runs on the nodes: Python 3.6 will do, and nothing of this repository ---
+# --- what runs on the nodes, with Python 3.6 or later and without this repository ---
 
 
 def read_nvml() -> list:
-    """Return a dictionary for each GPU, from NVIDIA's library; raises where there is none.
+    """Return a dictionary for each GPU, from NVIDIA's library. Raises if it is missing.
 
-    In % of the last sample period, W, GiB; None is what a GPU does not tell. The calls:
+    "busy" is in % of the last sample period, "power" and "limit" are in W, "used" and "total" in
+    GiB. What a GPU does not report is None. The calls are documented at
     https://docs.nvidia.com/deploy/nvml-api/group__nvmlDeviceQueries.html
     """
-    import pynvml as nvml  # the package is called nvidia-ml-py
+    import pynvml as nvml  # from the package nvidia-ml-py
 
     def ask(call, *args):
         try:
             return call(*args)
-        except nvml.NVMLError:  # Not Supported: utilisation under MIG, power of some cards
+        except nvml.NVMLError:  # not supported: utilisation in MIG mode, power on some cards
             return None
 
     nvml.nvmlInit()
@@ -56,11 +57,11 @@ def read_nvml() -> list:
         gpu = nvml.nvmlDeviceGetHandleByIndex(index)
         name = nvml.nvmlDeviceGetName(gpu)
         rates = ask(nvml.nvmlDeviceGetUtilizationRates, gpu)
-        # Version 2 leaves out what the driver reserves, as nvidia-smi does.
+        # Version 2 does not count what the driver reserves, like nvidia-smi.
         version = [nvml.nvmlMemory_v2] if hasattr(nvml, "nvmlMemory_v2") else []
         memory = ask(nvml.nvmlDeviceGetMemoryInfo, gpu, *version)
         memory = memory or ask(nvml.nvmlDeviceGetMemoryInfo, gpu)
-        power = ask(nvml.nvmlDeviceGetPowerUsage, gpu)  # mW, since Ampere the mean of a second
+        power = ask(nvml.nvmlDeviceGetPowerUsage, gpu)  # in mW, since Ampere the mean of a second
         limit = ask(nvml.nvmlDeviceGetEnforcedPowerLimit, gpu)
         processes = ask(nvml.nvmlDeviceGetComputeRunningProcesses, gpu)
         reading = {"name": name.decode() if isinstance(name, bytes) else name}
@@ -74,7 +75,7 @@ def read_nvml() -> list:
 
 
 def read_nvidia_smi() -> list:
-    """Return the same as read_nvml, from the program that comes with the driver."""
+    """Return the same as read_nvml, from the program nvidia-smi that comes with the driver."""
     import subprocess
 
     def query(what):
@@ -102,7 +103,9 @@ def read_nvidia_smi() -> list:
 
 
 def read_cpu() -> dict:
-    """Return the load, the memory in GiB, how many Python processes there are, what % they use."""
+    """Return the number of cores, the load, the memory in GiB, the number of Python processes, and
+    how many % of the cores these use.
+    """
     import glob
     import os
     import time
@@ -111,18 +114,18 @@ def read_cpu() -> dict:
         found = {}
         for folder in glob.glob("/proc/[0-9]*"):
             try:
-                # The nodes of local_cluster.sh share one machine, but no network.
+                # The nodes of local_cluster.sh are one machine, with a network namespace each.
                 same = os.readlink(folder + "/ns/net") == os.readlink("/proc/self/ns/net")
                 name = os.path.basename(os.readlink(folder + "/exe"))
                 with open(folder + "/stat") as file:
                     stat = file.read().rpartition(")")[2].split()
-            except OSError:  # it has ended, or is somebody else's
+            except OSError:  # it has ended, or belongs to another user
                 continue
             if same and name.startswith("python") and int(folder[6:]) not in own:
                 found[folder] = int(stat[11]) + int(stat[12])  # user and system time
         return found
 
-    own = (os.getpid(), os.getppid())  # the second is the watcher, where there is no ssh
+    own = (os.getpid(), os.getppid())  # without ssh, the parent is the watching script
     before, start = ticks(), time.time()
     time.sleep(0.5)
     after, seconds = ticks(), time.time() - start
@@ -140,14 +143,14 @@ def read_cpu() -> dict:
 
 
 def read_node() -> dict:
-    """Return {"gpus": [...]}, or {"cpu": {...}, "why": ...} where no GPU can be read."""
+    """Return {"gpus": [...]}, or {"cpu": {...}, "why": ...} if no GPU can be read."""
     import shutil
     import subprocess
 
     gpus, why = [], "no GPU"
     try:
         gpus = read_nvml()
-    except Exception:  # no such package, or no driver
+    except Exception:  # no package nvidia-ml-py, or no driver
         if shutil.which("nvidia-smi"):
             try:
                 gpus = read_nvidia_smi()
@@ -157,17 +160,18 @@ def read_node() -> dict:
     return {"gpus": gpus} if gpus else {"cpu": read_cpu(), "why": why}
 
 
-# --- what runs here ---
+# --- what runs on this machine ---
 
 SENT = "\n".join(map(inspect.getsource, (read_nvml, read_nvidia_smi, read_cpu, read_node)))
 SENT += "\nimport json\nprint(json.dumps(read_node()))"
+LOCK = threading.Lock()  # no reading may change while the table is made
 
 
 class Node:
-    """A machine that is asked again and again, in a thread of its own: a silent one delays nobody.
+    """A machine that is asked again and again, in a thread of its own, so that no other waits.
 
-    reading: what read_node returned last, or None. error: why there is none, "" before the first.
-    most: the highest effort seen. since: the time from which on GPUs spin, or None.
+    reading: what read_node returned last, or None. error: why there is no reading, "" before the
+    first. highest: the highest effort so far. since: when GPUs began to spin, or None.
     """
 
     def __init__(self, host: str | None, args: argparse.Namespace) -> None:
@@ -176,12 +180,12 @@ class Node:
         self.command = [sys.executable, "-"]
         if host:
             config = ["-F", str(args.ssh_config)] if args.ssh_config else []
-            ssh = ["ssh", *config, "-o", "BatchMode=yes", host]  # a password cannot be typed here
+            ssh = ["ssh", *config, "-o", "BatchMode=yes", host]  # never asks for a password
             self.command = [*ssh, shlex.quote(args.python) + " -"]
         self.process: subprocess.Popen | None = None
         self.reading: dict | None = None
         self.error = ""
-        self.most = 0.0
+        self.highest = 0.0
         self.since: float | None = None
 
     def watch(self, interval: float) -> None:
@@ -194,37 +198,38 @@ class Node:
         """Take a reading, within the timeout."""
         pipe = subprocess.PIPE
         try:
-            # In a session of its own, so that Ctrl-C reaches this script alone.
+            # In a session of its own, so that only this script receives Ctrl-C.
             self.process = subprocess.Popen(
                 self.command, stdin=pipe, stdout=pipe, stderr=pipe, start_new_session=True
             )
-            said, complaint = self.process.communicate(SENT.encode(), timeout=self.timeout)
+            output, errors = self.process.communicate(SENT.encode(), timeout=self.timeout)
             status = self.process.returncode
-            if status == 0:  # a login may print lines of its own before
-                self.take(json.loads(said.splitlines()[-1]))
+            if status == 0:  # a login can print lines before the reading
+                self.take(json.loads(output.splitlines()[-1]))
                 return
-            lines = complaint.decode(errors="replace").strip().splitlines()
+            lines = errors.decode(errors="replace").strip().splitlines()
             self.take(None, lines[-1] if lines else f"status {status}")
         except subprocess.TimeoutExpired:
             self.process.kill()
             self.take(None, f"no answer within {self.timeout:g} s")
-        except (OSError, ValueError, IndexError) as error:  # no ssh here, no answer of ours
+        except (OSError, ValueError, IndexError) as error:  # no ssh, or not the expected answer
             self.take(None, f"no reading ({error})")
 
     def take(self, reading: dict | None, error: str = "") -> None:
         """Remember a reading, or why there is none."""
-        self.reading, self.error = reading, error
-        self.most = max(self.most, self.effort())
-        if not self.spinning():
-            self.since = None
-        elif self.since is None:
-            self.since = time.monotonic()
+        with LOCK:
+            self.reading, self.error = reading, error
+            self.highest = max(self.highest, self.effort())
+            if not self.spinning():
+                self.since = None
+            elif self.since is None:
+                self.since = time.monotonic()
 
     def gpus(self) -> list[dict]:
         return (self.reading or {}).get("gpus", [])
 
     def spinning(self) -> list[int]:
-        """Return the numbers of the GPUs that are busy at a power near that of doing nothing."""
+        """Return the numbers of the GPUs that are busy at nearly idle power."""
         return [
             number
             for number, gpu in enumerate(self.gpus())
@@ -234,47 +239,51 @@ class Node:
         ]
 
     def effort(self) -> float:
-        """Return the power of all GPUs in W; on a node without, the use of its cores in %."""
+        """Return the power of all GPUs in W or, without GPUs, the use of the cores in %."""
         cpu = (self.reading or {}).get("cpu", {"busy": 0.0})
         return sum(gpu["power"] or 0.0 for gpu in self.gpus()) or cpu["busy"]
 
     def has_fallen(self) -> bool:
-        """Whether it has worked, still has processes, and makes less than half of the effort."""
+        """Return whether the node has worked, has processes, and has less than half its effort."""
         idle = sum(NEAR_IDLE * (gpu["limit"] or 0.0) for gpu in self.gpus()) or WORKING
         devices = self.gpus() or [self.reading["cpu"]]
-        alive = any(device["processes"] != 0 for device in devices)
-        return alive and self.most > idle and self.effort() < FALLEN * self.most
+        running = any(device["processes"] != 0 for device in devices)
+        return running and self.highest > idle and self.effort() < FALLEN * self.highest
 
 
 def table(nodes: list[Node], every_gpu: bool) -> str:
     """Return the table of all nodes, and below it a line for each thing that looks wrong."""
-    rows = [("node", "devices", "utilisation, %", "power, W", "memory, GiB", "processes", "")]
+    with LOCK:
+        return "\n".join([*rows(nodes, every_gpu), *suspicions(nodes)])
+
+
+def rows(nodes: list[Node], every_gpu: bool) -> list[str]:
+    found = [("node", "devices", "utilisation, %", "power, W", "memory, GiB", "processes", "")]
     for node in nodes:
         spinning = node.spinning()
         if node.reading is None:
-            rows.append((node.name, f"not reached: {node.error}" if node.error else "asking"))
+            found.append((node.name, f"not reached: {node.error}" if node.error else "asking"))
         elif "cpu" in node.reading:
             cpu = node.reading["cpu"]
             devices, load = f"{cpu['cores']} CPU cores", f"load {cpu['load']:.2f}"
-            rows.append((node.name, devices, *cells([cpu], load), node.reading["why"]))
+            found.append((node.name, devices, *cells([cpu], load), node.reading["why"]))
         elif every_gpu:
             for number, gpu in enumerate(node.gpus()):
                 mark = "busy near idle power" if number in spinning else ""
-                rows.append((node.name, f"{number}: {gpu['name']}", *cells([gpu]), mark))
+                found.append((node.name, f"{number}: {gpu['name']}", *cells([gpu]), mark))
         else:
             names = " and ".join(sorted({gpu["name"] for gpu in node.gpus()}))
             mark = f"{len(spinning)} busy near idle power" if spinning else ""
-            rows.append((node.name, f"{len(node.gpus())} x {names}", *cells(node.gpus()), mark))
-    # A row of two cells is a sentence, for which no column is made wider.
-    full = [row for row in rows if len(row) > 2]
+            found.append((node.name, f"{len(node.gpus())} x {names}", *cells(node.gpus()), mark))
+    # The text of a row with two cells may run across the columns.
+    full = [row for row in found if len(row) > 2]
     widths = [max(map(len, column)) for column in zip(*full, strict=True)]
-    widths[0] = max(len(row[0]) for row in rows)
-    lines = ["  ".join(map(str.ljust, row, widths)).rstrip() for row in rows]
-    return "\n".join([*lines, *suspicions(nodes)])
+    widths[0] = max(len(row[0]) for row in found)
+    return ["  ".join(map(str.ljust, row, widths)).rstrip() for row in found]
 
 
 def cells(devices: list[dict], load: str = "") -> list[str]:
-    """Return the cells of one device, or of several: the mean, and what is farthest from it."""
+    """Return the cells of a row: of several devices the mean, and in brackets an extreme."""
 
     def show(key: str, digits: int = 0, extreme=None) -> str:
         values = [device[key] for device in devices if device[key] is not None]
@@ -295,39 +304,38 @@ def cells(devices: list[dict], load: str = "") -> list[str]:
 
 
 def suspicions(nodes: list[Node]) -> list[str]:
-    """Return a line for GPUs that spin, and one for an effort that fell on all nodes."""
+    """Return a line if GPUs spin, and a line if the effort has fallen on all nodes."""
     lines = []
     if spinning := [node for node in nodes if node.spinning()]:
         seconds = time.monotonic() - min(node.since for node in spinning)
         where = ", ".join(
             f"{len(node.spinning())} of {len(node.gpus())} on {node.name}" for node in spinning
         )
-        # Beside GPUs that wait, the one that works is the one they wait for.
-        others = [
-            f"GPU {number} of {node.name}"
-            for node in nodes
-            for spins in [node.spinning()]
-            for number, gpu in enumerate(node.gpus())
-            if gpu["processes"] and number not in spins
-            if spins or (gpu["busy"] is not None and gpu["busy"] < BUSY)
-        ]
+        # GPUs that wait in a collective wait for a GPU that does something else.
+        others = []
+        for node in nodes:
+            spins = node.spinning()
+            for number, gpu in enumerate(node.gpus()):
+                idle = gpu["busy"] is not None and gpu["busy"] < BUSY
+                if gpu["processes"] and number not in spins and (spins or idle):
+                    others.append(f"GPU {number} of {node.name}")
         lines.append(
-            f"Busy near idle power for {seconds:.0f} s: {where}. This is how a collective looks "
-            "that waits for a rank" + (f"; not in it: {', '.join(others)}." if others else ".")
+            f"Busy near idle power for {seconds:.0f} s: {where}. A collective that waits for a "
+            "rank looks like this" + (f"; not in it: {', '.join(others)}." if others else ".")
         )
     answering = [node for node in nodes if node.reading]
     if answering and all(node.has_fallen() for node in answering):
         lines.append(
-            f"Every node that answers does less than {FALLEN:.0%} of the most seen of it, and its "
-            "processes live: a save, an evaluation, or a hang."
+            f"Every node that answers is below {FALLEN:.0%} of its highest power or CPU use so "
+            "far, and its processes still run: a save, an evaluation, or a hang."
         )
     return lines
 
 
 def expand(words: list[str]) -> list[str]:
-    """Return the hosts, in order, of words like node1, user@node1, node[1-3,7] or node1,node2.
+    """Return the hosts that words like node1, user@node1, node[1-3,7] or node1,node2 name.
 
-    Raises InputError for a word that names no host.
+    Raises InputError for a word that is not a host.
     """
     hosts: list[str] = []
     for part in re.findall(r"(?:\[[^]]*\]|[^,])+", ",".join(words)):
@@ -339,7 +347,7 @@ def expand(words: list[str]) -> list[str]:
                 numbers = range(int(first), int(last or first) + 1)
                 found += [f"{head}{number:0{len(first)}}{tail}" for number in numbers]
         if not found or not re.fullmatch(HOST, part):
-            raise InputError(f"{part!r} is no host: give names as ssh takes them, or node[1-4].")
+            raise InputError(f"{part!r} is not a host: give names as for ssh, or node[1-4].")
         hosts += found
     return list(dict.fromkeys(hosts))
 
@@ -347,36 +355,37 @@ def expand(words: list[str]) -> list[str]:
 def get_args() -> argparse.Namespace:
     parser = cli.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("hosts", nargs="*", help="as ssh takes them, or node[1-4]; none: this machine")
-    add("-F", "--ssh-config", type=Path, help="file of options for ssh")
+    add("hosts", nargs="*", help="names as for ssh, or node[1-4] (if absent: this machine)")
+    add("-F", "--ssh-config", type=Path, help="configuration file for ssh")
     add("--interval", default=2.0, type=cli.at_least(0.2), help="seconds between two readings")
-    add("--timeout", default=5.0, type=cli.at_least(1.0), help="seconds that a node may take")
-    add("--once", action="store_true", help="one table; status 1 if a node is missing in it")
-    add("--gpus", action="store_true", help="a line for each GPU, not for each node")
-    add("--python", default="python3", help="on the nodes; one that has nvidia-ml-py, if any")
+    add("--timeout", default=5.0, type=cli.at_least(1.0), help="seconds to wait for a node")
+    add("--once", action="store_true", help="print one table; status 1 if a node did not answer")
+    add("--gpus", action="store_true", help="print a line for each GPU, not for each node")
+    add("--python", default="python3", help="Python on the nodes, if possible with nvidia-ml-py")
     return parser.parse_args()
 
 
 def main() -> None:
     args = get_args()
     if args.ssh_config and not args.ssh_config.is_file():
-        raise InputError(f"There is no file {args.ssh_config}: give one for ssh, or leave out -F.")
+        raise InputError(f"-F {args.ssh_config} does not exist: give a configuration file for ssh.")
     nodes = [Node(host, args) for host in expand(args.hosts) or [None]]
     work = (lambda node: node.ask()) if args.once else (lambda node: node.watch(args.interval))
     threads = [threading.Thread(target=work, args=(node,), daemon=True) for node in nodes]
     try:
         for thread in threads:
             thread.start()
-        for thread in threads if args.once else ():
-            thread.join()
-        while not args.once:
+        if args.once:
+            for thread in threads:
+                thread.join()
+            print(table(nodes, args.gpus))
+            sys.exit(0 if all(node.reading for node in nodes) else 1)
+        while True:
             top = CLEAR if sys.stdout.isatty() else ""
             print(f"{top}{time.strftime('%H:%M:%S')}\n{table(nodes, args.gpus)}\n", flush=True)
             time.sleep(args.interval)
-        print(table(nodes, args.gpus))
-        sys.exit(0 if all(node.reading for node in nodes) else 1)
     except KeyboardInterrupt:
-        pass  # how a watch usually ends
+        pass  # the usual end
     finally:
         for node in nodes:
             if node.process and node.process.poll() is None:
@@ -384,4 +393,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    launch.run(main)
+    distributed.run(main)

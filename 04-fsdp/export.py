@@ -1,4 +1,4 @@
-"""Turn a run of any chapter into a model's folder, as the hub has them and transformers loads them.
+"""Export a run of any chapter as a model folder that transformers can load.
 
 python 04-fsdp/export.py outputs/my-run my-model
 """
@@ -15,30 +15,31 @@ from safetensors import SafetensorError
 from transformers import GenerationConfig
 from transformers.utils.logging import disable_progress_bar
 
-from common import cli, launch, models, runs
+from common import cli, distributed, models
+from common.checkpoint import trained
+from common.checkpoint.files import Reader
 from common.cli import at_least
-from common.folders import check_new_folder, complete_folder, let_others_read
-from common.remote import as_path
-from common.writer import open_reader
+from common.models import check_new_folder, complete_folder, let_others_read
+from common.storage import as_path
 
 
 def file_size(text: str) -> str:
     if not re.fullmatch(r"[1-9]\d*[KMGT]B", text):
-        raise argparse.ArgumentTypeError(f"{text!r} is no size such as 500MB or 5GB")
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 500MB or 5GB")
     return text
 
 
 def get_args() -> argparse.Namespace:
     parser = cli.ArgumentParser(description=__doc__)
     add = parser.add_argument
-    add("run", type=as_path, help="folder of the run, such as outputs/my-run")
-    add("target", type=Path, help="folder to write; must not exist yet")
+    add("run", type=as_path, help="run folder, for example outputs/my-run")
+    add("target", type=Path, help="folder to write; it must not exist yet")
     add("-m", "--model-name", default="gpt2-tiny", help="preset, folder or hub id, as in training")
-    add("--tokenizer-name", help="folder or hub id (if absent: the model's)")
-    add("--step", type=at_least(1), help="of a kept checkpoint (if absent: last)")
+    add("--tokenizer-name", help="folder or hub id (default: the model's tokenizer)")
+    add("--step", type=at_least(1), help="step of the checkpoint (default: the last one)")
     dtypes = ["float32", "bfloat16"]
-    add("--param-dtype", choices=dtypes, help="of the weights (if absent: the run's)")
-    add("--max-shard-size", default="5GB", type=file_size, help="bytes per file of weights")
+    add("--param-dtype", choices=dtypes, help="of the weights (default: the run's)")
+    add("--max-shard-size", default="5GB", type=file_size, help="limit for one file of weights")
     return parser.parse_args()
 
 
@@ -49,29 +50,29 @@ def main() -> None:
     # --- run ---
     target = args.target
     check_new_folder(target)
-    kept = runs.find_kept(args.run, args.step)
+    saved = trained.find_saved(args.run, args.step)
 
     # --- model ---
     config = models.load_config(args.model_name)
-    config.use_cache = True  # for who generates with it; training turns it off by itself
+    config.use_cache = True  # for generation; training turns it off
     tokenizer = models.load_tokenizer(args.tokenizer_name or args.model_name)
-    models.check_sizes(config, tokenizer, None)  # a preset takes the tokenizer's size
-    model = runs.build_on_meta(kept, config, args.model_name)
-    models.check_sizes(config, tokenizer, kept.training["seq_length"])
-    # What the model's own says of generating, if it has one: more end tokens, a temperature.
+    models.check_sizes(config, tokenizer, None)  # adapts a preset's vocabulary to the tokenizer
+    model = trained.build_on_meta(saved, config, args.model_name)
+    models.check_sizes(config, tokenizer, saved.settings["seq_length"])
+    # Keeps the generation settings of the original model: end tokens, temperature.
     with suppress(OSError, ValueError):
         generation_config = GenerationConfig.from_pretrained(models.resolve_model(args.model_name))
-        generation_config.validate(strict=True)  # or it could not be saved
+        generation_config.validate(strict=True)  # save_pretrained() does the same
         model.generation_config = generation_config
 
     # --- weights ---
-    runs.check_files(kept)
-    dtype = args.param_dtype or kept.training["param_dtype"]
-    weights = runs.empty_weights(model, getattr(torch, dtype))
-    with runs.reading(kept.path):
-        # Reads the parts of all ranks into the tensors, and no moments: nobody asks for them.
-        dcp.load({"model": weights}, storage_reader=open_reader(kept.path), no_dist=True)
-    model.load_state_dict(weights, strict=False, assign=True)  # these tensors, no copies
+    trained.check_files(saved)
+    dtype = args.param_dtype or saved.settings["param_dtype"]
+    weights = trained.empty_weights(model, getattr(torch, dtype))
+    with trained.reading(saved.path):
+        # Assembles the shards of all ranks. The optimizer state is not read.
+        dcp.load({"model": weights}, storage_reader=Reader(saved.path), no_dist=True)
+    model.load_state_dict(weights, strict=False, assign=True)  # without copies
     model.tie_weights()
     assert not any(tensor.is_meta for tensor in model.state_dict().values())
 
@@ -83,7 +84,7 @@ def main() -> None:
     size = sum(file.stat().st_size for file in target.iterdir())
     name = shlex.quote(str(target))
     print(
-        f"{target}: step {kept.step} of {args.run}, {model.num_parameters():,} parameters in "
+        f"{target}: step {saved.step} of {args.run}, {model.num_parameters():,} parameters in "
         f"{dtype}, {size / 1e6:,.1f} MB\n"
         f"to train it further: bash 04-fsdp/launch.sh --pretrained -m {name}\n"
         f"in Python: transformers.AutoModelForCausalLM.from_pretrained({str(target)!r})"
@@ -91,4 +92,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    launch.run(main)
+    distributed.run(main)

@@ -1,9 +1,10 @@
-"""Let DDP send its gradients in fewer bytes: how many, how wrong, and does the model still learn?
+"""Compress the gradients that DDP sends, and measure bytes, error and loss.
 
 torchrun --standalone --nproc-per-node 2 05-mixed-precision/compression.py
 
 The hooks are PyTorch's own: https://docs.pytorch.org/docs/stable/ddp_comm_hooks.html
-PowerSGD sends each matrix as the product of two thin ones: https://arxiv.org/abs/1905.13727
+PowerSGD sends two thin matrices whose product approximates the gradient:
+https://arxiv.org/abs/1905.13727
 """
 
 import argparse
@@ -11,8 +12,8 @@ import inspect
 import os
 from pathlib import Path
 
-# No GPUs: the counters do not see what NCCL sends, and PowerSGD would want the gradients on a GPU
-# where PyTorch has found one. Before the imports: some packages ask for GPUs in theirs.
+# Hides all GPUs: the counters do not see what NCCL sends, and on a machine with GPUs PowerSGD
+# expects the gradients there. This comes first, because some imports look for GPUs.
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import torch
@@ -21,27 +22,28 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM
 
-from common import cli, launch, models
+from common import cli, distributed, models
 
 STEPS = 40
-WHOLE = 10  # steps before PowerSGD begins to compress: early gradients change most
-SEQUENCES, LENGTH = 4, 128  # of each rank and step
-COUNTERS = Path("/proc/self/io")  # Linux: all that this process sent
+UNCOMPRESSED = 10  # steps before PowerSGD starts to compress: early gradients change the most
+SEQUENCES, LENGTH = 4, 128  # per rank and step
+COUNTERS = Path("/proc/self/io")  # Linux: what this process has read and written, sockets included
 
 
 def bfloat16(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    return default_hooks.bf16_compress_hook(state, bucket)  # under that name DDP wants NCCL for it
+    # DDP refuses a hook of the name bf16_compress_hook without NCCL, although gloo can run it.
+    return default_hooks.bf16_compress_hook(state, bucket)
 
 
 def hooks() -> dict[str, tuple]:
-    """Return by name what register_comm_hook takes; a state serves one model only."""
+    """Return by name the arguments of register_comm_hook. A state can serve only one model."""
     found = {
         "none": (None, default_hooks.allreduce_hook),
         "float16": (None, default_hooks.fp16_compress_hook),
         "bfloat16": (None, bfloat16),
     }
     for rank in (1, 4, 16):
-        state = powerSGD_hook.PowerSGDState(None, rank, start_powerSGD_iter=WHOLE)
+        state = powerSGD_hook.PowerSGDState(None, rank, start_powerSGD_iter=UNCOMPRESSED)
         found[f"PowerSGD, rank {rank}"] = (state, powerSGD_hook.powerSGD_hook)
     return found
 
@@ -53,7 +55,7 @@ def tokens() -> torch.Tensor:
 
 
 def true_gradient(model: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
-    """Return the mean over ranks of the gradients in float64, flat; sends them uncompressed."""
+    """Return the mean of the gradients over the ranks, flat and uncompressed, in float64."""
     loss = model(input_ids=batch, labels=batch).loss
     grads = torch.autograd.grad(loss, list(model.parameters()))
     total = torch.cat([grad.flatten() for grad in grads]).double()
@@ -66,15 +68,15 @@ def bytes_sent() -> int:
 
 
 def train(state: object, hook: object, text: torch.Tensor, steps: int) -> dict[str, float]:
-    """Train with a hook; return the last step's bytes and error, and the last losses' mean."""
-    torch.manual_seed(0)  # the same weights for all hooks, on all ranks
+    """Train with a hook; return bytes and error of the last step, and the mean of ten losses."""
+    torch.manual_seed(0)  # the same weights for all hooks and on all ranks
     model = AutoModelForCausalLM.from_config(models.load_config("gpt2-tiny"))
-    # One bucket: PowerSGD's collectives follow one another, and with gloo those of two buckets can
-    # meet on another rank in another order.
+    # A single bucket: with gloo, PowerSGD's collectives for two buckets could run in a different
+    # order on each rank.
     ddp_model = DistributedDataParallel(model, bucket_cap_mb=100)
     ddp_model.register_comm_hook(state, hook)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1 / 128, betas=(0.8, 0.95))
-    draw = torch.Generator().manual_seed(dist.get_rank())  # other sequences on each rank
+    draw = torch.Generator().manual_seed(dist.get_rank())  # different sequences on each rank
     losses = []
     for step in range(steps):
         starts = torch.randint(len(text) - LENGTH, (SEQUENCES, 1), generator=draw)
@@ -104,9 +106,11 @@ def measure(steps: int) -> dict[str, dict]:
 
 def main() -> None:
     parser = cli.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--steps", default=STEPS, type=cli.at_least(WHOLE + 2), help="of each hook")
+    parser.add_argument(
+        "--steps", default=STEPS, type=cli.at_least(UNCOMPRESSED + 2), help="per hook"
+    )
     args = parser.parse_args()
-    launch.complete_environment()
+    distributed.prepare_environment()
     dist.init_process_group("gloo")
     results = measure(args.steps)
     if dist.get_rank() == 0:
@@ -120,4 +124,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    launch.run(main)
+    distributed.run(main)

@@ -1,4 +1,4 @@
-"""Print what each number format can hold, and draw this chapter's figures.
+"""Print the range and the precision of number formats, and draw two figures of this chapter.
 
 python 05-mixed-precision/formats.py
 python 05-mixed-precision/formats.py --figures 05-mixed-precision
@@ -14,7 +14,7 @@ import torch
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
-from common import cli, launch
+from common import cli, distributed
 from common.cli import InputError
 
 RECORDED = Path(__file__).parent / "recorded"
@@ -22,36 +22,37 @@ RECORDED = Path(__file__).parent / "recorded"
 
 @dataclass(frozen=True)
 class Format:
-    """A binary format; sizes of numbers as floats, which hold all of them exactly."""
+    """A binary number format. Python's floats represent all of its numbers exactly."""
 
     name: str
     exponent: int  # bits
-    mantissa: int  # bits, without the leading 1 that is not stored
+    mantissa: int  # bits, without the leading 1, which is not stored
     largest: float
-    normal: float  # the smallest number with all bits of the mantissa
+    normal: float  # the smallest number with full precision
 
     @property
-    def spacing(self) -> float:  # from 1 to the next number
+    def spacing(self) -> float:  # the distance from 1 to the next number
         return 2.0**-self.mantissa
 
     @property
-    def subnormal(self) -> float:  # the smallest number; below `normal` all are multiples of it
+    def subnormal(self) -> float:  # the smallest number; the spacing of all numbers below `normal`
         return self.normal * self.spacing
 
     @property
-    def digits(self) -> float:  # decimal; the leading 1 counts
+    def digits(self) -> float:  # decimal digits, including the leading 1
         return (self.mantissa + 1) * math.log10(2)
 
 
 def formats() -> list[Format]:
-    """Return the formats in which GPUs multiply, widest first, as torch.finfo describes them."""
+    """Return the formats of GPU matmuls, widest first, as torch.finfo describes them."""
     found = []
     for name in ("float32", "float16", "bfloat16", "float8_e4m3fn", "float8_e5m2"):
         info = torch.finfo(getattr(torch, name))
         mantissa = round(-math.log2(info.eps))
         exponent = info.bits - 1 - mantissa  # one bit is the sign
         found.append(Format(name, exponent, mantissa, info.max, info.smallest_normal))
-    # No type of PyTorch: how tensor cores read a float32. Its exponent, and float16's mantissa.
+    # TF32 is no dtype of PyTorch, but the precision in which tensor cores read float32 numbers. It
+    # has the exponent of float32 and the mantissa of float16.
     # https://developer.nvidia.com/blog/accelerating-ai-training-with-tf32-tensor-cores/
     wide, half = found[:2]
     largest = (2 - half.spacing) * 2.0 ** (2 ** (wide.exponent - 1) - 1)
@@ -60,7 +61,7 @@ def formats() -> list[Format]:
 
 
 def table() -> str:
-    """Return the formats, one in each line."""
+    """Return the formats, one per line."""
     columns = ("largest", "normal from", "smallest", "spacing at 1", "digits")
     lines = [f"{'format':15}{'exponent':>9}{'mantissa':>9}" + "".join(f"{c:>13}" for c in columns)]
     for each in formats():
@@ -73,12 +74,12 @@ def table() -> str:
 
 
 def draw_formats(axes: Axes) -> None:
-    """Draw each format as a line: how far it reaches, and how coarse it is there."""
+    """Draw each format as a line: its range, and the relative spacing of its numbers."""
     for number, each in enumerate(formats()):
-        # To the next number, at powers of two: of equal relative size from `normal` on.
+        # The distance to the next number at each power of two, relative to that power.
         powers = range(round(math.log2(each.subnormal)), math.floor(math.log2(each.largest)) + 1)
         relative = [max(each.spacing, each.subnormal / 2.0**power) for power in powers]
-        # float16's line lies upon TF32's.
+        # The thin line of float16 is drawn over the wide line of TF32.
         width = 5 if each.name == "TF32" else 2
         axes.plot([2.0**p for p in powers], relative, lw=width, color=f"C{number}", label=each.name)
     axes.set(xscale="log", yscale="log", xlabel="size of a number")
@@ -87,8 +88,8 @@ def draw_formats(axes: Axes) -> None:
 
 
 def draw_stall(axes: Axes) -> None:
-    """Draw the recorded losses of three trainings with 16-bit products."""
-    styles = {  # the last line lies upon the one before
+    """Draw the recorded losses of three runs with 16-bit matmuls."""
+    styles = {  # the last line is drawn over the second
         "pure": {"label": "bfloat16 weights, rounded to nearest"},
         "masters": {"label": "float32 weights, copied to bfloat16", "lw": 5, "alpha": 0.4},
         "rounded": {"label": "bfloat16 weights, rounded at random", "ls": "--"},
@@ -107,7 +108,7 @@ def main() -> None:
     figures = parser.parse_args().figures
     print(table())
     if figures and not figures.is_dir():
-        raise InputError(f"--figures {figures} is no folder: make it first.")
+        raise InputError(f"--figures {figures} is not a folder: create it first.")
     for name, draw in (("formats", draw_formats), ("bf16_stall", draw_stall)):
         if figures:
             figure = Figure(figsize=(9, 4.5), layout="constrained")
@@ -117,4 +118,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    launch.run(main)
+    distributed.run(main)

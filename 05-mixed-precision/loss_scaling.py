@@ -1,8 +1,8 @@
-"""Scale a loss by hand, step by step, and count the gradients that are 0 in float16 without it.
+"""Implement loss scaling by hand, and count the gradients that underflow in float16.
 
 python 05-mixed-precision/loss_scaling.py
 
-With a script and its arguments it runs that script, with a scale that is too high at first:
+Given a script and its arguments, it runs that script with an initial scale that is too high:
 
 python 05-mixed-precision/loss_scaling.py 05-mixed-precision/train_llm.py --precision fp16
 """
@@ -17,29 +17,29 @@ import torch
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
-from common import cli, launch, models
+from common import cli, distributed, models
 
-# GradScaler itself begins at 2^16 and doubles after 2000 steps in a row.
+# GradScaler's defaults: it starts at 2^16, and doubles the scale after 2000 good steps in a row.
 TOO_HIGH = {"init_scale": 2.0**30, "growth_interval": 4}
 
 
 def by_hand(steps: int, init_scale: float, growth_interval: int) -> tuple[list[dict], torch.Tensor]:
-    """Train one layer with products in float16; return what each step did, and the weights."""
+    """Train one layer with float16 matmuls; return a record of each step, and the last weights."""
     torch.manual_seed(0)
-    weight = torch.nn.Parameter(torch.randn(16, 16) / 4)  # float32: the master
+    weight = torch.nn.Parameter(torch.randn(16, 16) / 4)  # the float32 master weights
     optimizer = torch.optim.SGD([weight], lr=0.1)
     inputs, targets = torch.randn(2, 64, 16)
     scale, good_steps, rows = init_scale, 0, []
     for _ in range(steps):
         outputs = functional.linear(inputs.half(), weight.half())
         loss = functional.mse_loss(outputs.float(), targets)
-        (loss * scale).backward()  # all gradients are larger by this factor
+        (loss * scale).backward()  # multiplies all gradients by the scale
         largest = weight.grad.abs().max().item()
-        weight.grad /= scale  # before anything looks at them, in float32
+        weight.grad /= scale  # in float32, before the optimizer uses the gradients
         found_inf = not weight.grad.isfinite().all()
         rows.append({"loss": loss.item(), "scale": scale, "largest": largest, "inf": found_inf})
         if found_inf:
-            scale, good_steps = scale / 2, 0  # and no step: the weights stay as they are
+            scale, good_steps = scale / 2, 0  # skips the step: the weights do not change
         else:
             optimizer.step()
             good_steps = (good_steps + 1) % growth_interval
@@ -49,17 +49,17 @@ def by_hand(steps: int, init_scale: float, growth_interval: int) -> tuple[list[d
 
 
 def gradients(model, batch: torch.Tensor, scale: float, accumulation: int) -> dict:
-    """Return by name the gradients of the weights and of the logits, times the scale."""
+    """Return the gradients of the weights and of the logits by name, multiplied by the scale."""
     (logits := model(input_ids=batch).logits).retain_grad()
     loss = functional.cross_entropy(logits[:, :-1].flatten(0, 1).float(), batch[:, 1:].flatten())
     (loss / accumulation * scale).backward()
     found = {"logits": logits.grad} | {n: p.grad for n, p in model.named_parameters()}
-    model.zero_grad()  # model.half() would convert them too
+    model.zero_grad()  # so that model.half() does not convert the gradients
     return found
 
 
 def trained_model(steps: int) -> tuple[torch.nn.Module, torch.Tensor]:
-    """Return gpt2-tiny after steps in float32 on a file of Python's library, and a batch of it."""
+    """Return gpt2-tiny, trained in float32 on a file of Python's library, and one batch of it."""
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(models.load_config("gpt2-tiny"))
     tokens = models.load_tokenizer("gpt2-tiny")(inspect.getsource(inspect))["input_ids"]
@@ -74,7 +74,7 @@ def trained_model(steps: int) -> tuple[torch.nn.Module, torch.Tensor]:
 
 
 def lost(steps: int, scales: tuple[float, ...], accumulation: int) -> dict[str, list[float]]:
-    """Return by kind of tensor and scale the share of gradients that are 0 in float16 only."""
+    """Return, by kind of tensor and scale, the share of gradients that are 0 only in float16."""
     model, batch = trained_model(steps)
     exact = gradients(model, batch, 1.0, accumulation)
     half, shares = model.half(), {}
@@ -110,4 +110,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    launch.run(main)
+    distributed.run(main)

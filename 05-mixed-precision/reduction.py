@@ -1,10 +1,10 @@
-"""Add up gradients over ranks in few bits: how wrong is the sum, and in which order is it added?
+"""Measure the error of reducing gradients in low precision, for different orders of addition.
 
 torchrun --standalone --nproc-per-node 2 05-mixed-precision/reduction.py
 
-The first lines are measured on the ranks of this run, with gloo. All others are added up in one
-process exactly as a ring or a tree of so many ranks adds them: each partial sum is rounded to the
-format, because that is what the next rank receives.
+The first lines are measured on the ranks of this run, with gloo. The other lines are simulated in
+one process, in the order in which a ring or a tree of ranks adds. Each partial sum is rounded to
+the format, because that is what the next rank receives.
 """
 
 import os
@@ -12,19 +12,19 @@ import os
 import torch
 import torch.distributed as dist
 
-from common import launch
+from common import distributed
 from common.cli import InputError
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 WORLD_SIZES = tuple(2**power for power in range(1, 11))
-SIZE = 2**14  # numbers, a multiple of every world size
+SIZE = 2**14  # numbers per gradient, a multiple of every world size
 
 
 def gradients(world_size: int, alike: bool) -> torch.Tensor:
-    """Return a gradient for each rank, (world_size, SIZE), of numbers around 1 in size.
+    """Return a gradient for each rank, of the shape (world_size, SIZE), with numbers around 1.
 
-    Independent ones, as of small batches late in a training, or alike but for 10% of noise, as of
-    large batches.
+    They are independent, as with small batches late in training, or alike except for 10% of noise,
+    as with large batches.
     """
     generator = torch.Generator().manual_seed(0)
     noise = torch.randn(world_size, SIZE, generator=generator)
@@ -32,38 +32,38 @@ def gradients(world_size: int, alike: bool) -> torch.Tensor:
 
 
 def ring_sum(grads: torch.Tensor) -> torch.Tensor:
-    """Add up (world_size, size) over the ranks, in the type they have, in the order of a ring.
+    """Add up gradients, (world_size, size), over the ranks in their dtype, in the order of a ring.
 
-    Every rank owns a chunk. Chunk c starts at rank c - 1 and goes around, by c - 2, to rank c,
-    which adds its own last: gloo's way. NCCL's ring starts at c + 1 and goes the other way.
+    Each rank owns a chunk. With gloo, the sum of chunk c starts at rank c - 1, goes to rank c - 2
+    and on around the ring, and ends at rank c. NCCL's ring starts at c + 1 and goes the other way.
     """
     world_size, size = grads.shape
     chunks = grads.view(world_size, world_size, size // world_size)  # [rank, chunk]
     chunk = torch.arange(world_size)
     total = chunks[(chunk - 1) % world_size, chunk]
     for hop in range(2, world_size + 1):
-        total = total + chunks[(chunk - hop) % world_size, chunk]  # one rounding on each hop
+        total = total + chunks[(chunk - hop) % world_size, chunk]  # rounds once per hop
     return total.flatten()
 
 
 def tree_sum(grads: torch.Tensor) -> torch.Tensor:
-    """Add up in pairs, then pairs of pairs: every number goes through log2(world_size) sums."""
+    """Add up pairs, then pairs of pairs: each number takes part in log2(world_size) additions."""
     while len(grads) > 1:
         grads = grads[0::2] + grads[1::2]
     return grads[0]
 
 
 def error(total: torch.Tensor, grads: torch.Tensor) -> float:
-    """Return |total - sum| / |sum| with the sum over ranks in float64, Euclidean norms."""
+    """Return |total - sum| / |sum|, where sum is the float64 sum over ranks, in Euclidean norms."""
     exact = grads.double().sum(dim=0)
     return ((total.double() - exact).norm() / exact.norm()).item()
 
 
 def measure_ranks() -> dict[str, dict]:
-    """Return, for each type, the error of both collectives, and if they are ring_sum bit by bit."""
+    """Return for each collective and dtype the error, and whether the result is ring_sum's."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     found = {}
-    # FSDP's collective, renamed in torch 2.13. The one that takes a list has another order.
+    # The collective of FSDP, which was renamed in torch 2.13. dist.reduce_scatter adds differently.
     reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
     grads = gradients(world_size, alike=False)
     for dtype in DTYPES:
@@ -81,7 +81,7 @@ def measure_ranks() -> dict[str, dict]:
 
 
 def simulate() -> list[dict]:
-    """Return the errors for each number of ranks, kind of gradients, order and type."""
+    """Return the errors for each number of ranks, kind of gradients, order and dtype."""
     rows = []
     for world_size in WORLD_SIZES:
         for kind in ("independent", "alike"):
@@ -89,7 +89,7 @@ def simulate() -> list[dict]:
             row = {"ranks": world_size, "gradients": kind}
             for order in (ring_sum, tree_sum):
                 for dtype in DTYPES:
-                    # The rounding of each gradient itself is part of the error.
+                    # Rounding the gradients themselves is part of the error.
                     key = f"{order.__name__[:4]}, {str(dtype)[6:]}"
                     row[key] = error(order(grads.to(dtype)), grads)
             rows.append(row)
@@ -97,15 +97,15 @@ def simulate() -> list[dict]:
 
 
 def main() -> None:
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # gloo, whose order is known
-    launch.complete_environment()
+    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # use gloo, whose order of addition is known
+    distributed.prepare_environment()
     if SIZE % int(os.environ["WORLD_SIZE"]):
-        raise InputError("Ranks that share the numbers evenly are needed: start a power of two.")
+        raise InputError("The number of ranks must be a power of two: change --nproc-per-node.")
     dist.init_process_group("gloo")
     measured = measure_ranks()
     if dist.get_rank() == 0:
         for name, row in measured.items():
-            same = "bit by bit that of ring_sum" if row["as_ring"] else "NOT that of ring_sum"
+            same = "bit-identical to ring_sum" if row["as_ring"] else "NOT identical to ring_sum"
             print(f"{dist.get_world_size()} ranks, {name:24} error {row['error']:.1e}, {same}")
         rows = simulate()
         print("\nranks  gradients  " + "".join(f"{key:>15}" for key in list(rows[0])[2:]))
@@ -119,4 +119,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    launch.run(main)
+    distributed.run(main)

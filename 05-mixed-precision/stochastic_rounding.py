@@ -1,8 +1,8 @@
-"""Round to bfloat16 at random, up or down, so that on average nothing is lost.
+"""Round to bfloat16 stochastically, up or down, so that the rounding errors average out.
 
 python 05-mixed-precision/stochastic_rounding.py
 
-With a script and its arguments it runs that script, with the AdamW below in place of PyTorch's:
+Given a script and its arguments, it runs that script with the AdamW below instead of PyTorch's:
 
 python 05-mixed-precision/stochastic_rounding.py 05-mixed-precision/train_llm.py \
     --param-dtype bfloat16 --lr 3e-5
@@ -16,17 +16,17 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
-from common import cli, launch
+from common import cli, distributed
 from common.cli import InputError
 
 LR = 3e-5
 
 
 def stochastic_round(x: torch.Tensor) -> torch.Tensor:
-    """Return float32 numbers as bfloat16: one of both neighbours, the nearer one more often.
+    """Round float32 numbers to one of the two nearest bfloat16 numbers, more often to the nearer.
 
-    bfloat16 is the upper half of float32. A random number added to the lower half carries into the
-    upper one with the probability (lower half) / 2^16. https://arxiv.org/abs/2010.06192
+    A bfloat16 number is the upper 16 bits of a float32 number. Adding a random number to the lower
+    16 bits carries over with the probability (lower bits) / 2^16. https://arxiv.org/abs/2010.06192
     """
     noise = torch.randint(0, 2**16, x.shape, dtype=torch.int32, device=x.device)
     rounded = (x.view(torch.int32) + noise) & ~0xFFFF
@@ -34,7 +34,7 @@ def stochastic_round(x: torch.Tensor) -> torch.Tensor:
 
 
 class AdamW(torch.optim.AdamW):
-    """PyTorch's step in float32, after which only the weights are rounded at random."""
+    """PyTorch's AdamW step in float32, but the weights are then rounded stochastically."""
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -48,7 +48,7 @@ class AdamW(torch.optim.AdamW):
                     state["exp_avg"] = torch.zeros_like(parameter)
                     state["exp_avg_sq"] = torch.zeros_like(parameter)
                 stored = (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
-                # Each rank rounds its own shard. With DDP all would have to draw the same numbers.
+                # Each rank rounds its own shards. With DDP, all ranks would need the same noise.
                 stored = [t.to_local() if isinstance(t, DTensor) else t for t in stored]
                 weight, grad, mean, square = computed = [t.float() for t in stored]
                 options = {key: group[key] for key in ("lr", "weight_decay", "eps", "maximize")}
@@ -62,7 +62,7 @@ class AdamW(torch.optim.AdamW):
 
 
 def share_changed(weights: torch.Tensor, optimizer_class: type, lr: float) -> float:
-    """Return the share of bfloat16 weights that are others after a step of AdamW."""
+    """Return the share of bfloat16 weights that one step of AdamW changes."""
     parameter = torch.nn.Parameter(weights.to(torch.bfloat16))
     parameter.grad = torch.randn(weights.shape).to(torch.bfloat16)
     optimizer_class([parameter], lr=lr, fused=True).step()
@@ -70,9 +70,9 @@ def share_changed(weights: torch.Tensor, optimizer_class: type, lr: float) -> fl
 
 
 def walk(optimizer_class: type, dtype: torch.dtype, beta2: float, steps: int) -> list[float]:
-    """Return, after steps with gradients of 1, the means of 1000 weights and second moments.
+    """Take steps with gradients of 1; return the means of 1000 weights and of their second moments.
 
-    The weights begin at 1 and each step should take LR from them.
+    The weights start at 1, and each step should lower them by LR.
     """
     parameter = torch.nn.Parameter(torch.ones(1000, dtype=dtype))
     options = {"betas": (0.8, beta2), "weight_decay": 0.0, "fused": True}
@@ -85,9 +85,12 @@ def walk(optimizer_class: type, dtype: torch.dtype, beta2: float, steps: int) ->
 
 def round_at_random() -> None:
     if "bfloat16" not in sys.argv:
-        raise InputError("Only weights in bfloat16 are rounded: give --param-dtype bfloat16.")
+        raise InputError("Stochastic rounding needs bfloat16 weights: give --param-dtype bfloat16.")
     if "--hsdp" in sys.argv or ("RANK" in os.environ and Path(sys.argv[1]).parent.name < "04"):
-        raise InputError("Ranks would round their copies of a weight apart: shard over all.")
+        raise InputError(
+            "Each rank would round its copy of a weight differently: use chapter 4 or 5 without "
+            "--hsdp."
+        )
     torch.optim.AdamW = AdamW
 
 
@@ -107,7 +110,7 @@ def main() -> None:
         for lr in (3e-4, LR, 3e-6):
             shares = [share_changed(weights, each, lr) for each in (torch.optim.AdamW, AdamW)]
             print(f"{kind:36}{lr:9.0e}" + "".join(f"{share:13.1%}" for share in shares))
-    print(f"\n1000 steps of {LR:.0e} down, with gradients of 1       weight   second moment")
+    print(f"\n1000 steps with lr {LR:.0e} and gradients of 1         weight   second moment")
     for beta2 in (0.95, 0.999):
         nearest = torch.optim.AdamW
         for name, each in (("float32", nearest), ("to nearest", nearest), ("at random", AdamW)):
@@ -117,4 +120,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    launch.run(main)
+    distributed.run(main)

@@ -1,1 +1,1 @@
-"""What all chapters share and the guide does not teach line by line."""
+"""Code that all chapters share; README.md is a map."""

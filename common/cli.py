@@ -1,13 +1,16 @@
-"""The command line: arguments, one-sentence errors, log lines, and what a run says of itself."""
+"""The command line: arguments, one-line errors, log lines and progress bars."""
 
 import argparse
+import datetime
 import importlib.metadata
 import logging
+import math
 import os
 import platform
 import re
 import runpy
 import shlex
+import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -17,10 +20,9 @@ from typing import IO, NoReturn
 import torch
 import tqdm
 
-# What all ranks have to say, rank 0 says; the others give it this much time.
-HEAD_START_S = 5.0
+HEAD_START_S = 5.0  # how long other ranks let rank 0 report an error before they exit
 
-# Only these are ever logged: an environment also holds tokens and passwords.
+# Only these variables are logged, because an environment also contains tokens and passwords.
 LOGGED_ENVIRONMENT = re.compile(
     r"(CUDA_VISIBLE_DEVICES|HF_HOME|HF_HUB_OFFLINE|OMP_NUM_THREADS|PYTORCH_(CUDA_)?ALLOC_CONF"
     r"|MASTER_(ADDR|PORT)|(LOCAL_|GROUP_)?RANK|(LOCAL_)?WORLD_SIZE|SLURM_(JOB_ID|NNODES|PROCID)"
@@ -30,31 +32,15 @@ LOGGED_ENVIRONMENT = re.compile(
 )
 
 
-def wait_for_rank_0(status: int) -> None:
-    """On another rank that is about to end: give rank 0 time to speak, and to end all of them.
-
-    A rank that ended first would be the one that the launcher reports, and rank 0 might be ended
-    before it could speak.
-    """
-    if status and os.environ.get("RANK", "0") != "0":
-        time.sleep(HEAD_START_S)
-
-
 class InputError(Exception):
-    """What the user gave cannot be used; the message is one sentence that says what to do."""
-
-
-class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Shows defaults, where there are some."""
-
-    def _get_help_string(self, action: argparse.Action) -> str | None:
-        return action.help if action.default is None else super()._get_help_string(action)
+    """The user's input cannot be used. The message is one sentence that says what to do."""
 
 
 class ArgumentParser(argparse.ArgumentParser):
-    """argparse with `@file` arguments: `--name value` lines, quoted as in a shell, # for comments.
+    """argparse that also reads arguments from a file, given as `@file`, and reports errors once.
 
-    Help shows defaults. A file that cannot be read ends in argparse's own error, status 2.
+    Each line of the file is like `--name value`, quoted as in a shell; # starts a comment. The
+    help shows default values. On bad arguments only rank 0 prints, and all ranks exit with 2.
     """
 
     def __init__(self, description: str, add_help: bool = True) -> None:
@@ -77,81 +63,94 @@ class ArgumentParser(argparse.ArgumentParser):
         super().exit(status, message)
 
     def _print_message(self, message: str, file: IO[str] | None = None) -> None:
-        if os.environ.get("RANK", "0") == "0":  # all ranks have the same to say
+        if os.environ.get("RANK", "0") == "0":  # all ranks have the same message
             super()._print_message(message, file)
 
 
-def at_least(low: int | float) -> Callable[[str], int | float]:
-    """Return an argparse type: a finite number of the type of `low`, from it up to 2^31."""
+class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
+    """Shows the default value of each argument that has one."""
 
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        return action.help if action.default is None else super()._get_help_string(action)
+
+
+def wait_for_rank_0(status: int) -> None:
+    """Wait before a rank other than 0 exits with an error, so that rank 0 can report it.
+
+    A launcher reports the rank that exits first, and then kills the others.
+    """
+    if status and os.environ.get("RANK", "0") != "0":
+        time.sleep(HEAD_START_S)
+
+
+def _number(kind: type, accepts: Callable, description: str) -> Callable[[str], int | float]:
     def convert(text: str) -> int | float:
         try:
-            value = type(low)(text)
+            value = kind(text)
         except ValueError:
-            value = float("nan")
-        if not low <= value <= 2**31:
-            kind = "whole number" if isinstance(low, int) else "number"
-            raise argparse.ArgumentTypeError(f"{text!r} is not a {kind} from {low} to {2**31}")
+            value = math.nan
+        if not accepts(value):
+            raise argparse.ArgumentTypeError(f"{text!r} is not {description}")
         return value
 
     return convert
 
 
-def above_zero(text: str) -> float:
-    """An argparse type: a number above zero; `inf` is one."""
-    try:
-        value = float(text)
-    except ValueError:
-        value = float("nan")
-    if not value > 0:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0")
-    return value
+def at_least(low: int | float) -> Callable[[str], int | float]:
+    """Return an argparse type: a number of the type of `low`, from `low` to 2^31."""
+    kind = "whole number" if isinstance(low, int) else "number"
+    description = f"a {kind} from {low} to {2**31}"
+    return _number(type(low), lambda value: low <= value <= 2**31, description)
 
 
-def share(text: str) -> float:
-    """An argparse type: a number above 0 and at most 1."""
-    if (value := above_zero(text)) > 1:
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number above 0 and at most 1")
-    return value
+# Two more argparse types. `inf` is above zero, too.
+above_zero = _number(float, lambda value: value > 0, "a number above 0")
+share = _number(float, lambda value: 0 < value <= 1, "a number above 0 and at most 1")
 
 
 def check_output(file: Path | None) -> None:
-    """Raise InputError if a file that shall be written is there already, or cannot be made."""
+    """Raise InputError if a new file already exists or if its folder is not writable."""
     if file and file.exists():
-        raise InputError(f"{file} exists already: give another file, or delete it.")
+        raise InputError(f"{file} already exists: give another file, or delete it.")
     if file and not os.access(file.parent, os.W_OK):
         raise InputError(f"{file} cannot be written: give a file in another folder.")
 
 
-def run_given_script(prepare: Callable[[], None]) -> None:
-    """Run the script whose path is the first argument, with the others, after calling `prepare`.
+_outer_scripts: list[str] = []  # that run another script
 
-    Raises InputError where there is no such script, and whatever `prepare` does.
+
+def run_given_script(prepare: Callable[[], None]) -> None:
+    """Call `prepare`, then run the script that is named by the first command-line argument.
+
+    The script gets the remaining arguments. Raises InputError if there is no such script.
     """
     if not Path(sys.argv[1]).is_file():
-        raise InputError(f"There is no script {sys.argv[1]}: give the path of one, or nothing.")
+        raise InputError(f"There is no script {sys.argv[1]}: give the path of one, or no argument.")
     prepare()
-    # With this the script says how it can go on; it adds what comes after these words.
-    os.environ.setdefault("LAUNCH_COMMAND", shlex.join(["python", *sys.argv[:4]]))
+    # The script prints how to resume the run: these words, followed by its other arguments.
+    if _outer_scripts or "LAUNCH_COMMAND" not in os.environ:
+        _outer_scripts.append(sys.argv[0])
+        words = ["python", *_outer_scripts, *sys.argv[1:4]]
+        os.environ["LAUNCH_COMMAND"] = shlex.join(words)
     del sys.argv[0]
     runpy.run_path(sys.argv[0], run_name="__main__")
 
 
 class ProgressHandler(logging.Handler):
-    """Write log lines to stderr above a tqdm bar instead of through it."""
+    """Writes log lines to stderr, above a tqdm progress bar instead of through it."""
 
     def emit(self, record: logging.LogRecord) -> None:
         tqdm.tqdm.write(self.format(record), file=sys.stderr)
 
 
 def progress_bar(total_steps: int, steps_done: int, rank: int) -> tqdm.tqdm:
-    """Return a bar of the steps on rank 0, if stderr is a terminal; elsewhere it shows nothing."""
+    """Return a progress bar, which is visible on rank 0 only, and only if stderr is a terminal."""
     disable = True if rank else None
     return tqdm.tqdm(total=total_steps, initial=steps_done, unit="step", disable=disable)
 
 
 def describe_run(args: argparse.Namespace, device: torch.device) -> str:
-    """Return the lines that start a log: arguments, versions, device, allow-listed environment."""
+    """Return the first lines of a log: arguments, versions, device and LOGGED_ENVIRONMENT."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     versions = (
         f"python {platform.python_version()}, torch {torch.__version__}, "
@@ -161,12 +160,51 @@ def describe_run(args: argparse.Namespace, device: torch.device) -> str:
     environment = {k: v for k, v in sorted(os.environ.items()) if LOGGED_ENVIRONMENT.fullmatch(k)}
     return (
         f"arguments: {vars(args)}\nversions: {versions}\n"
-        f"environment: {environment or 'nothing that matters here is set'}"
+        f"environment: {environment or 'no variable that affects training is set'}"
     )
 
 
+def describe_machine() -> dict[str, object]:
+    """Return hardware, versions, commit, date and command, which result files start with."""
+    launcher = ["python"]
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        launcher = ["torchrun", "--standalone", "--nproc-per-node", os.environ["LOCAL_WORLD_SIZE"]]
+    cpu_info = Path("/proc/cpuinfo")
+    cpus = re.findall(r"model name\s*: (.*)", cpu_info.read_text() if cpu_info.exists() else "")
+    facts = {
+        "command": shlex.join([*launcher, *sys.argv]),
+        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
+        "commit": _first_line("git", "describe", "--always", "--dirty"),
+        "python": platform.python_version(),
+        "torch": torch.__version__,
+        "transformers": importlib.metadata.version("transformers"),
+        "cpu": cpus[0] if cpus else platform.processor() or platform.machine(),
+        "threads": torch.get_num_threads(),
+    }
+    if torch.cuda.is_available():
+        facts |= {
+            "gpu": torch.cuda.get_device_name(0),
+            "gpus": torch.cuda.device_count(),
+            "cuda": torch.version.cuda,
+            "nccl": ".".join(map(str, torch.cuda.nccl.version())),
+            "driver": _first_line(
+                "nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"
+            ),
+        }
+    return facts
+
+
+def _first_line(*command: str) -> str | None:
+    """Return the first line that a command prints, or None if it fails."""
+    try:
+        output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    except (OSError, subprocess.CalledProcessError):
+        return None
+    return output.splitlines()[0].strip() if output.strip() else None
+
+
 def show_metrics(logger: logging.Logger, bar: tqdm.tqdm, metrics: dict[str, float | None]) -> None:
-    """Log what a reader wants to see of a step's metrics, and put it beside the progress bar."""
+    """Log the most important metrics of a step, and show some of them at the progress bar."""
     formats = {
         "loss": "loss {:.4f}",
         "lr": "lr {:.2e}",

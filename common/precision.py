@@ -1,43 +1,45 @@
-"""What a device can compute in, and layers that multiply in 8 bits."""
+"""Which precisions a device supports, and linear layers that run their matmuls in fp8."""
 
 import argparse
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 
 import torch
 from torch import nn
+from torch.func import functional_call
 from transformers.pytorch_utils import Conv1D
 
 from common.cli import InputError
 
 DEFAULT = "bf16"
+# The dtype of gathered weights and activations. fp32 and tf32 compute with the float32 weights.
+COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
 FP8_CAPABILITY = (8, 9)  # Ada, Hopper and later: https://developer.nvidia.com/cuda-gpus
-FP8_MULTIPLE = 16  # cuBLAS multiplies fp8 matrices whose sides are multiples of it
+FP8_MULTIPLE = 16  # cuBLAS needs fp8 matrices whose sides are multiples of 16
 
 
 def check_precision(args: argparse.Namespace, device: torch.device) -> str:
-    """Return the precision to compute in: args.precision, or where that is None the default.
+    """Return the precision to compute in: args.precision, or bf16 if it is None.
 
-    With weights in bfloat16 it is "tf32": nothing is cast, as in the chapters before.
-    Raises InputError where both are given, or where the device cannot compute in it.
+    With --param-dtype bfloat16 the answer is "tf32": nothing is cast, as in chapters 1 to 4.
+    Raises InputError if both flags are given, or if the device does not support the precision.
     """
     precision = args.precision
     if args.param_dtype != "float32":
         if precision is not None:
             raise InputError(
-                f"--precision {precision} keeps float32 weights and --param-dtype "
-                f"{args.param_dtype} has none: give one of the two."
+                f"--precision {precision} needs float32 weights, but --param-dtype is "
+                f"{args.param_dtype}: give only one of the two flags."
             )
         return "tf32"
     precision = precision or DEFAULT
     if precision in ("bf16", "fp16"):
-        dtype = torch.bfloat16 if precision == "bf16" else torch.float16
         try:
-            ones = torch.ones(8, 8, dtype=dtype, device=device)
+            ones = torch.ones(8, 8, dtype=COMPUTE_DTYPES[precision], device=device)
             ones @ ones
         except RuntimeError as error:
             raise InputError(
-                f"This device ({_name(device)}) cannot multiply in {precision}: give another "
-                "--precision; fp32 runs everywhere."
+                f"This device ({_device_name(device)}) does not support --precision {precision}: "
+                "give another one; fp32 works on every device."
             ) from error
     if precision == "fp8":
         check_fp8(device)
@@ -45,14 +47,14 @@ def check_precision(args: argparse.Namespace, device: torch.device) -> str:
 
 
 def check_fp8(device: torch.device) -> None:
-    """Raise InputError where the device has no fp8, or where torchao is not installed."""
+    """Raise InputError if the device has no fp8, or if torchao is not installed."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
         raise InputError(
-            f"--precision fp8 needs a GPU of compute capability 8.9 or higher and this device is "
-            f"{_name(device)}: give --precision bf16."
+            "--precision fp8 needs a GPU of compute capability 8.9 or higher and this device is "
+            f"{_device_name(device)}: give --precision bf16."
         )
     try:
-        import torchao.float8  # noqa: F401  seconds, so only who needs it
+        import torchao.float8  # noqa: F401  imported here because the import takes seconds
     except ImportError as error:
         raise InputError(
             "--precision fp8 needs torchao: install it with pip install torchao, or give "
@@ -60,54 +62,66 @@ def check_fp8(device: torch.device) -> None:
         ) from error
 
 
-def _name(device: torch.device) -> str:
+def _device_name(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"a {device.type}"
 
 
-def convert_to_fp8(blocks: Iterable[nn.Module], seq_length: int) -> int:
-    """Let the linear layers of the blocks multiply in fp8, in place; return how many they are.
+def convert_to_fp8(layers: Iterable[nn.Module], seq_length: int) -> int:
+    """Replace the linear modules in transformer layers by fp8 ones; return how many there are.
 
-    Weights, activations and gradients are scaled to the range of fp8 by their largest value, each
-    time anew, and multiplied, with sums in float32 or, in the forward pass, in fewer bits: the
-    defaults of torchao, https://github.com/pytorch/ao/tree/main/torchao/float8. Parameters keep
-    their names and types.
-    seq_length: tokens of a sequence. The gradient of a weight is a sum over tokens, which are
-    padded where that is no multiple of 16.
-    Layers with a side that is no multiple of 16 stay as they are. On a CPU fp8 is emulated.
-    Raises InputError where no layer is left.
+    Before each matmul, torchao scales weights, activations and gradients to the range of fp8 by
+    their largest absolute value. Sums are float32, except that the forward pass uses the GPU's
+    faster sums of lower precision. These are torchao's defaults ("tensorwise"):
+    https://github.com/pytorch/ao/tree/main/torchao/float8
+    Parameters keep their names and dtypes. Modules with a side that is not a multiple of 16 stay
+    as they are. On a machine without a GPU, fp8 is emulated.
+
+    seq_length: tokens per sequence. The gradient of a weight is a sum over tokens; if their number
+    is not a multiple of 16, torchao pads them.
+    Raises InputError if no module can be replaced.
     """
-    from torchao.float8 import Float8LinearConfig
-    from torchao.float8.float8_linear import Float8Linear, matmul_with_hp_or_float8_args
-
-    class Float8Conv1D(Float8Linear):
-        """GPT-2's linear layer: its weight lies the other way round."""
-
-        def forward(self, input: torch.Tensor) -> torch.Tensor:
-            output = matmul_with_hp_or_float8_args.apply(
-                input, self.weight, self.linear_mm_config, self.config
-            )
-            return output + self.bias.to(output.dtype)
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     config = Float8LinearConfig(
         emulate=not torch.cuda.is_available(),
         pad_inner_dim=seq_length % FP8_MULTIPLE != 0,
     )
+
+    def convert(linear: nn.Linear) -> nn.Module:
+        return convert_to_float8_training(linear, config=config)
+
     converted = 0
-    for block in blocks:
-        for parent in list(block.modules()):
-            for name, layer in list(parent.named_children()):
-                if not isinstance(layer, nn.Linear | Conv1D):
+    for layer in layers:
+        for parent in list(layer.modules()):
+            for name, child in list(parent.named_children()):
+                if not isinstance(child, nn.Linear | Conv1D):
                     continue
-                if any(side % FP8_MULTIPLE for side in layer.weight.shape):
+                if any(side % FP8_MULTIPLE for side in child.weight.shape):
                     continue
-                if isinstance(layer, nn.Linear):
-                    new = Float8Linear.from_float(layer, config)
-                else:
-                    with torch.device("meta"):
-                        new = Float8Conv1D(*layer.weight.shape, bias=False, config=config)
-                    new.weight, new.bias = layer.weight, layer.bias
+                new = (
+                    convert(child) if isinstance(child, nn.Linear) else Float8Conv1D(child, convert)
+                )
                 setattr(parent, name, new)
                 converted += 1
     if not converted:
-        raise InputError("The model has no layers that --precision fp8 can multiply in fp8.")
+        raise InputError("--precision fp8 cannot be used: no layer of this model supports fp8.")
     return converted
+
+
+class Float8Conv1D(nn.Module):
+    """GPT-2's linear layer (transformers calls it Conv1D) in fp8.
+
+    Its weight has the shape [in, out], but torchao only converts nn.Linear, whose weight is
+    [out, in]. So this module owns the weight, and an fp8 nn.Linear computes with its transpose.
+    """
+
+    def __init__(self, layer: Conv1D, convert: Callable[[nn.Linear], nn.Module]) -> None:
+        super().__init__()
+        self.weight, self.bias = layer.weight, layer.bias
+        linear = nn.Linear(*layer.weight.shape, bias=False, device="meta")
+        # Inside a tuple, nn.Module does not register it: the checkpoint has no second weight.
+        self.linear = (convert(linear),)
+
+    def forward(self, input: torch.Tensor) -> torch.Tensor:
+        output = functional_call(self.linear[0], {"weight": self.weight.t()}, (input,))
+        return output + self.bias.to(output.dtype)

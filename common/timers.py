@@ -1,4 +1,4 @@
-"""Where the time, the memory and the arithmetic of a step go."""
+"""Time per phase of a step, stragglers, throughput, MFU and peak memory."""
 
 import re
 import resource
@@ -12,9 +12,9 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-from common.record import gather, rank_and_world_size
+from common.distributed import gather, rank_and_world_size
 
-# Dense bf16 rates in FLOP/s, without sparsity. Sources: the vendors' data sheets, by product page:
+# Peak bf16 FLOP/s without sparsity, from the vendors' data sheets, which the product pages link:
 # https://www.nvidia.com/en-us/data-center/h200/ (H100, H200), /a100/, /l40s/, /l4/, /dgx-b200/ and
 # https://www.amd.com/en/products/accelerators/instinct.html. Each half of an MI250X is a device.
 PEAK_FLOPS = {
@@ -40,10 +40,10 @@ OUTSIDE_THE_STEP = ("evaluate", "save")
 
 
 class PhaseTimers:
-    """Milliseconds per step, by phase.
+    """Measures milliseconds per step for each phase.
 
-    On a GPU a phase is timed by two events in the stream of kernels: the host never waits inside
-    a step, and work still counts for the phase that launched it. On the CPU it is the host clock.
+    On a GPU, two CUDA events time each phase. So the host does not wait inside a step, and work
+    counts for the phase that launched it. On a CPU, the host's clock times each phase.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -53,7 +53,7 @@ class PhaseTimers:
 
     @contextmanager
     def __call__(self, phase: str) -> Iterator[None]:
-        """Time a block; the phases "evaluate" and "save" do not count into "time/total"."""
+        """Time a `with` block. "time/total" leaves out the phases "evaluate" and "save"."""
         start = self._mark()
         yield
         self._spans.setdefault(phase, []).append((start, self._mark()))
@@ -61,13 +61,13 @@ class PhaseTimers:
     def read(
         self, tokens_per_step: int, world_size: int, token_flops: float
     ) -> dict[str, float | None]:
-        """Return what the steps since the last read took, and start anew. Waits for the device.
+        """Return the measurements since the last call, and start again; waits for the device.
 
-        "time/<phase>" and "time/total": ms per step; the total is wall-clock time, so it also
-        holds what no phase does. There are as many steps as "update" phases.
-        "tokens_per_s": over all devices, and "tokens_per_s_per_device".
-        "mfu": the share of the device's peak rate that useful arithmetic fills, or None.
-        "peak_mem_gib": most memory held so far, by tensors on a GPU, by the process on the CPU.
+        "time/<phase>" and "time/total": ms per step. The total is wall-clock time, so it includes
+        what is in no phase. The number of steps is the number of "update" phases.
+        "tokens_per_s": of all devices together, and "tokens_per_s_per_device".
+        "mfu": model FLOP/s as a share of the device's peak FLOP/s, or None if that is unknown.
+        "peak_mem_gib": peak memory so far, of tensors on a GPU, or of the process on a CPU.
         """
         now = self._now()
         sums = {
@@ -105,12 +105,13 @@ class PhaseTimers:
         return time.perf_counter()
 
 
-def find_slowest(wait_ms: float) -> dict[str, float | str]:
-    """Return the longest wait of a rank, and the rank that all waited for; all ranks must call it.
+def find_straggler(wait_ms: float) -> dict[str, float | str]:
+    """Return the longest wait of a rank, and the straggler; all ranks must call this.
 
-    wait_ms: how long this rank waits for the others, in ms per step. Who waits least comes last.
-    "time/wait_max": ms per step. "slowest_rank", "slowest_host": its number and its machine. Empty
-    where there are no others.
+    wait_ms: how long this rank waited for the others, in ms per step. The straggler is the rank
+    that waited least, because it arrived last.
+    "time/wait_max": ms per step. "slowest_rank", "slowest_host": rank and host of the straggler.
+    The result is empty if there is only one rank.
     """
     rank, world_size = rank_and_world_size()
     if world_size == 1:
@@ -125,11 +126,12 @@ def find_slowest(wait_ms: float) -> dict[str, float | str]:
 
 
 def flops_per_token(model: nn.Module, config: PretrainedConfig, seq_length: int) -> float:
-    """Return the floating-point operations of one training step per token: 6 N + 12 L H Q T.
+    """Return the FLOPs per token of one training step: 6 N + 12 L H Q T.
 
-    N parameters (the input embedding only where the output layer shares it), L layers, H heads of
-    size Q, T = seq_length; forward and backward, attention counted without the causal mask. From
-    appendix B of PaLM, https://arxiv.org/abs/2204.02311. Recomputed activations do not count.
+    N parameters (with the input embedding only if it is tied to the output layer), L layers, H
+    heads of size Q, T = seq_length. Forward and backward pass, attention as if there were no causal
+    mask, without recomputed activations. Source: appendix B of PaLM,
+    https://arxiv.org/abs/2204.02311.
     """
     n_parameters = sum(parameter.numel() for parameter in model.parameters())
     if not config.tie_word_embeddings:
@@ -140,22 +142,18 @@ def flops_per_token(model: nn.Module, config: PretrainedConfig, seq_length: int)
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Return the device's dense bf16 rate in FLOP/s, or None where it is not known."""
+    """Return the device's peak bf16 FLOP/s without sparsity, or None if it is unknown."""
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
-    # Whole words: an L40 is no L4. After the name come memory and form, as in "A100-SXM4-80GB";
-    # a laptop's chip has a desktop's name and a fraction of its rate.
-    fitting = [
-        known
-        for known in PEAK_FLOPS
-        if re.match(rf"{re.escape(known)}(?![\w])", name) and "Laptop" not in name
-    ]
-    return PEAK_FLOPS[max(fitting, key=len)] if fitting else None
+    # Memory and form factor follow the product name, as in "NVIDIA A100-SXM4-80GB". A laptop's GPU
+    # has the name of a faster desktop GPU.
+    matches = [known for known in PEAK_FLOPS if re.match(rf"{re.escape(known)}(?!\w)", name)]
+    return PEAK_FLOPS[max(matches, key=len)] if matches and "Laptop" not in name else None
 
 
 def peak_memory_gib(device: torch.device) -> float:
-    """Return the most memory held so far, in GiB."""
+    """Return the peak memory so far in GiB, of tensors on a GPU, or of the process on a CPU."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 2**30
     unit = 1 if sys.platform == "darwin" else 1024  # ru_maxrss: bytes on macOS, KiB on Linux

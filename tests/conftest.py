@@ -43,7 +43,7 @@ import warm
 from cluster import ENVIRONMENT, cluster  # noqa: F401
 from runner import load_script
 
-from common.commit import finish_removal
+from common.checkpoint.manifest import finish_removal
 
 ROOT = Path(__file__).parents[1]
 CHAPTERS = sorted(path.parent.name for path in ROOT.glob("[0-9][0-9]-*/train_llm.py"))

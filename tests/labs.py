@@ -31,7 +31,7 @@ from nbclient import NotebookClient
 from nbformat import NotebookNode
 from traitlets.config import Config
 
-from common.sources import BUILT_IN, find_source
+from common.data.sources import BUILT_IN, find_source
 
 ROOT = Path(__file__).parents[1]
 LIMIT_S = 600  # a lab takes at most two minutes on two cores; tests run beside one another

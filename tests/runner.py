@@ -33,7 +33,9 @@ from torch.distributed.checkpoint import filesystem
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
-from common import checkpoint, commit, data, launch, record
+from common import distributed
+from common.checkpoint import manifest, save_load
+from common.data import dataset
 
 ROOT = Path(__file__).parents[1]
 SAMPLED = 6  # tokens, with those of the prompt
@@ -84,7 +86,9 @@ def ask_ranks(
 
 
 def load_script(path: Path):
-    """Import a script by its path, anew each time."""
+    """Import a script by its path, anew each time; it finds the modules of its own folder."""
+    if str(path.parent) not in sys.path:
+        sys.path.append(str(path.parent))
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -278,7 +282,7 @@ def _run_in_series(
         if within:
             stack.enter_context(within())
         load_abridged(chapter).main()
-    commit.finish_removal()
+    manifest.finish_removal()
     for number, handler in handlers.items():
         signal.signal(number, handler)
     logging.getLogger().handlers.clear()
@@ -348,7 +352,7 @@ def _child(
         resource.setrlimit(resource.RLIMIT_FSIZE, (file_size_limit, file_size_limit))
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     sys.argv = [f"{chapter}/train_llm.py", *args]
-    launch.run(load_abridged(chapter).main)
+    distributed.run(load_abridged(chapter).main)
 
 
 def _kill(*_: object) -> None:
@@ -375,9 +379,9 @@ def after_steps(count: int, action: Callable[[], object]) -> RemovableHandle:
 @contextlib.contextmanager
 def _note_samples(path: Path) -> Iterator[None]:
     seen: list[int] = []
-    original = data.Blocks.__getitem__
+    original = dataset.Sequences.__getitem__
 
-    def getitem(self: data.Blocks, index: int) -> dict[str, torch.Tensor]:
+    def getitem(self: dataset.Sequences, index: int) -> dict[str, torch.Tensor]:
         if not torch.is_inference_mode_enabled() and torch.is_grad_enabled():
             seen.append(index)
         return original(self, index)
@@ -389,16 +393,16 @@ def _note_samples(path: Path) -> Iterator[None]:
             file.write(json.dumps(seen) + "\n")
         seen.clear()
 
-    data.Blocks.__getitem__ = getitem
+    dataset.Sequences.__getitem__ = getitem
     handle = register_optimizer_step_post_hook(write)
     yield
     handle.remove()
-    data.Blocks.__getitem__ = original
+    dataset.Sequences.__getitem__ = original
 
 
 def _kill_in_save(nth: int, stage: str, action=_kill) -> None:
     saves = 0
-    save = checkpoint.dcp.save
+    save = save_load.dcp.save
 
     def counting_save(*args: object, **kwargs: object) -> object:
         nonlocal saves
@@ -407,18 +411,18 @@ def _kill_in_save(nth: int, stage: str, action=_kill) -> None:
             if stage == "writing":
                 _at_call(filesystem, "_write_item", 5, action)
             if stage == "written":
-                _at_call(checkpoint, "commit_checkpoint", 1, action)
+                _at_call(save_load, "commit_checkpoint", 1, action)
             if stage == "renamed":
                 # state.json is written before the renaming too where that replaces a folder.
                 stale = kwargs["checkpoint_id"].name[len(".unfinished-") :]
                 named = stale in (kwargs["checkpoint_id"].parents[1] / "state.json").read_text()
-                _at_call(record.json, "dump", 2 if named else 1, action)
+                _at_call(manifest.json, "dump", 2 if named else 1, action)
             if stage == "committed":
                 # Calls: a stale folder that may be in the way, then the one that is too many.
                 _at_call(shutil, "rmtree", 2, action)
         return save(*args, **kwargs)
 
-    checkpoint.dcp.save = counting_save
+    save_load.dcp.save = counting_save
 
 
 def _at_call(module, name: str, call: int, action) -> None:

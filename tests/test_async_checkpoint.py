@@ -17,7 +17,7 @@ from torch.distributed.checkpoint import filesystem
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils import _pytree
 
-from common import async_checkpoint, checkpoint
+from common.checkpoint import asynchronous, save_load
 
 CHAPTER = "04-fsdp"
 ASYNC = "--async-checkpoint"
@@ -75,7 +75,7 @@ def write_slowly(path: str | None = None) -> None:
     The first file of each checkpoint takes until the training has come further: a thread that
     writes it waits for that, and the training's own thread for no step, since none can be done.
     """
-    save, write_item = checkpoint.dcp.save, filesystem._write_item
+    save, write_item = save_load.dcp.save, filesystem._write_item
     noted: dict[str, list] = {"saves": [], "steps": []}
     waited = False
 
@@ -109,7 +109,7 @@ def write_slowly(path: str | None = None) -> None:
         if path:
             Path(path).write_text(json.dumps(noted))
 
-    checkpoint.dcp.save, filesystem._write_item = slow_save, slow_write_item
+    save_load.dcp.save, filesystem._write_item = slow_save, slow_write_item
     register_optimizer_step_post_hook(note)
 
 
@@ -157,12 +157,12 @@ def test_training_goes_on_while_it_is_written(runs, waited):
     assert newest_step(trained) == LAST_STEP, "the run has not waited for the last one"
 
 
-def not_copied(_: async_checkpoint.AsyncCheckpoints, content: dict) -> dict:
+def not_copied(_: asynchronous.AsyncCheckpoints, content: dict) -> dict:
     return _pytree.tree_map(lambda value: value, content)
 
 
 def copy_nothing() -> None:
-    async_checkpoint.AsyncCheckpoints._copy = not_copied
+    asynchronous.AsyncCheckpoints._copy = not_copied
 
 
 def test_planted_tensors_that_train_on_are_noticed(runs, waited):
@@ -198,7 +198,7 @@ def test_stopped_by_a_signal(runs, straight):
 
 
 def do_not_wait() -> None:
-    async_checkpoint.AsyncCheckpoints.finish = lambda self: None
+    asynchronous.AsyncCheckpoints.finish = lambda self: None
 
 
 @pytest.mark.slow

@@ -18,7 +18,9 @@ from filelock import FileLock
 from runner import Ranks, finish, start
 from transformers import CONFIG_MAPPING
 
-from common import cli, data, launch, record, tracker
+from common import cli, distributed, tracker
+from common.checkpoint import manifest
+from common.data import token_cache
 
 SCRIPT = "01-single-gpu/train_llm.py"
 SMALL = ["-s", 32, "--global-batch-size", 6, "--max-steps", 4, "--ckpt-freq", 2, "--log-freq", 1]
@@ -34,7 +36,7 @@ def refuse(tmp_path, monkeypatch, capfd):
         monkeypatch.setattr(sys, "argv", [str(arg) for arg in argv])
         capfd.readouterr()
         with pytest.raises(SystemExit) as exit_:
-            launch.run(load_script(ROOT / SCRIPT).main)
+            distributed.run(load_script(ROOT / SCRIPT).main)
         err = capfd.readouterr().err
         assert exit_.value.code == 2, err
         header = ("[20", "versions: ", "environment: ")
@@ -193,17 +195,17 @@ def test_a_file_of_another_kind(refuse, tmp_path):
 def test_models_that_are_not_causal(refuse, tmp_path):
     for name in ("bert", "bart", "t5", "vit"):
         CONFIG_MAPPING[name]().save_pretrained(tmp_path / name)
-        assert f"({name}) is no causal language model" in refuse("-m", tmp_path / name)
+        assert f"({name}) is not a causal language model" in refuse("-m", tmp_path / name)
 
 
 @pytest.mark.check
 def test_a_cache_that_cannot_be_written(refuse, monkeypatch, corpus):
-    monkeypatch.setattr(data.constants, "HF_HOME", "/proc/nothing")
+    monkeypatch.setattr(token_cache.constants, "HF_HOME", "/proc/nothing")
     assert "Cannot write to the cache /proc/nothing" in refuse("-d", corpus)
 
 
 @pytest.mark.check
-@pytest.mark.parametrize("module", [data, tracker], ids=["the cache", "the run's folder"])
+@pytest.mark.parametrize("module", [token_cache, tracker], ids=["the cache", "the run's folder"])
 @pytest.mark.parametrize(
     "error",
     [OSError(errno.ENOLCK, "No locks available"), NotImplementedError("no flock here")],
@@ -218,11 +220,12 @@ def test_a_file_system_without_locks(refuse, monkeypatch, corpus, tmp_path, modu
     (tmp_path / "run").mkdir()
     sentence = refuse("-d", corpus, *SMALL)
     reason = error.strerror if isinstance(error, OSError) else error
-    cache = Path(data.constants.HF_HOME) / "packed-blocks"
+    cache = Path(token_cache.constants.HF_HOME) / "packed-blocks"
     assert (
         sentence
         == {
-            data: f"Cannot write to the cache {cache} ({reason}): set HF_HOME to another folder.",
+            token_cache: f"Cannot write to the cache {cache} ({reason}): "
+            "set HF_HOME to another folder.",
             tracker: f"Cannot write to {tmp_path}/run ({reason}): give another --save-dir.",
         }[module]
     )
@@ -260,7 +263,7 @@ def test_a_generated_name_is_a_name():
     args = argparse.Namespace(
         experiment_name=None, model_name="gpt2-tiny", dataset_name="/my data/notes, part 1.txt"
     )
-    name = launch.experiment_name(args)
+    name = distributed.experiment_name(args)
     assert re.fullmatch(r"gpt2-tiny-notes-part-1-\d{8}-\d{6}", name)
 
 
@@ -277,7 +280,7 @@ def test_corpus_too_small_for_one_block(refuse, tmp_path):
     path = tmp_path / "small.txt"
     path.write_text("A few words.")
     assert "training part of" in (sentence := refuse("-d", path))
-    assert "smaller than one block of 128 tokens" in sentence
+    assert "shorter than one sequence of 128 tokens" in sentence
 
 
 @pytest.mark.check
@@ -369,7 +372,10 @@ def test_resume_with_another_training(train, refuse, corpus, tmp_path):
     for args, named in ANOTHER_TRAINING:
         args = [tmp_path / arg if arg == "4-heads" else arg for arg in args]
         sentence = refuse("-d", corpus, *SMALL, *args)
-        assert f"was started with {named}" in sentence and "start anew with another -e" in sentence
+        assert (
+            f"was started with {named}" in sentence
+            and "start a new run with another -e" in sentence
+        )
 
 
 def test_resume_with_another_corpus(train, refuse, corpus):
@@ -401,7 +407,7 @@ def test_damaged_checkpoint_and_the_way_back(train, refuse, corpus, tmp_path):
     file.write_bytes(content)
     sentence = refuse("-d", corpus, *SMALL)
     assert f"The checkpoint file {file} is damaged" in sentence
-    assert "step-00000004 to go on from step 2" in sentence
+    assert "step-00000004 to resume from step 2" in sentence
     shutil.rmtree(file.parent)
     resumed = train("-d", corpus, *SMALL)
     assert [line["loss"] for line in resumed] == [line["loss"] for line in straight]
@@ -419,7 +425,7 @@ def test_checkpoint_with_a_missing_or_short_file(train, refuse, corpus, tmp_path
 def test_the_only_checkpoint_is_damaged(train, refuse, corpus, tmp_path):
     train("-d", corpus, *SMALL, "--keep-checkpoints", 1)
     os.truncate(newest_file(tmp_path / "run"), 1000)
-    assert refuse("-d", corpus, *SMALL).endswith("is damaged: start anew with another -e.")
+    assert refuse("-d", corpus, *SMALL).endswith("is damaged: start a new run with another -e.")
 
 
 @pytest.mark.parametrize(
@@ -530,7 +536,7 @@ def trust_the_folder() -> None:
 
 def trust_the_data() -> None:
     each_on_a_node_of_its_own()
-    record.find_checkpoint = lambda run_dir, training: None
+    manifest.find_checkpoint = lambda run_dir, training: None
 
 
 def run_on_two_nodes(folder: Path, plant: Callable[[], None], *args: object) -> tuple:

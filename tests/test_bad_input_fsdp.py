@@ -22,7 +22,7 @@ from test_bad_input import listing
 from test_hsdp import run_on_nodes
 from transformers import AutoModelForCausalLM
 
-from common import cli, hosts, models, shards
+from common import cli, distributed, models
 from common.cli import InputError
 
 CHAPTER = "04-fsdp"
@@ -140,13 +140,13 @@ def note_what_is_read() -> None:
 
 def read_whole_tensors() -> None:
     """The planted bug: every rank reads all, and keeps its part."""
-    by_saved_names = shards._by_saved_names
+    by_saved_names = models._by_saved_names
 
     def whole(*args: object) -> dict[str, torch.Tensor]:
         return {name: tensor.full_tensor() for name, tensor in by_saved_names(*args).items()}
 
     note_what_is_read()
-    shards._by_saved_names = whole
+    models._by_saved_names = whole
 
 
 def train_pretrained(
@@ -216,7 +216,7 @@ def say_it_soon() -> None:
 
 def little_memory() -> None:
     say_it_soon()
-    hosts.memory_bytes = lambda: int(os.environ["MEMORY"])
+    distributed.memory_bytes = lambda: int(os.environ["MEMORY"])
 
 
 @pytest.fixture
@@ -299,7 +299,7 @@ def test_weights_whose_index_names_a_file_that_is_missing(refuse, broken):
     name = file_of(broken, EMBEDDING)
     (broken / name).unlink()
     sentence = refuse("--pretrained", model=broken)
-    assert sentence == f"The folder {broken} has no {name}, which its index names."
+    assert sentence == f"The folder {broken} has no {name}, which its index lists."
 
 
 @pytest.mark.parametrize("text", first_then_slow(["", "[]", "{}", '{"weight_map": 3}']))
@@ -314,8 +314,8 @@ def test_weights_that_are_no_safetensors(refuse, broken):
         path.unlink()
     sentence = refuse("--pretrained", model=broken)
     assert sentence == (
-        f"The folder {broken} has no safetensors files: load it with transformers and save it "
-        "with save_pretrained."
+        f"The folder {broken} has no safetensors files: load the model with transformers "
+        "and save it with save_pretrained."
     )
 
 
@@ -323,7 +323,9 @@ def test_weights_of_another_shape(refuse, broken):
     config = json.loads((broken / "config.json").read_text())
     (broken / "config.json").write_text(json.dumps(config | {"vocab_size": 4097}))
     sentence = refuse("--pretrained", model=broken)
-    assert sentence == f"{EMBEDDING} has shape [4097, 128], and [4096, 128] in {broken}."
+    assert (
+        sentence == f"{EMBEDDING} has shape [4097, 128] in the model, but [4096, 128] in {broken}."
+    )
 
 
 def test_weights_that_lack_a_tensor(refuse, broken):
@@ -339,7 +341,7 @@ def test_weights_that_were_saved_twice(refuse, broken):
     save_file(read_weights(broken), broken / "model.safetensors")
     sentence = refuse("--pretrained", model=broken)
     name = re.escape("transformer.") + r"[\w.]+"
-    expected = f"Several files in {broken} have {name}: leave those of one model."
+    expected = f"Several files in {broken} have {name}: keep the files of one model only."
     assert re.fullmatch(expected, sentence)
 
 
@@ -347,7 +349,7 @@ def test_weights_that_were_saved_twice(refuse, broken):
 def test_weights_of_the_hub_out_of_reach(monkeypatch):
     monkeypatch.setattr(models.constants, "HF_HUB_OFFLINE", True)
     with pytest.raises(InputError, match=r"'some/model' is neither a preset \(gpt2, .* local path"):
-        shards.load_shards(torch.nn.Linear(1, 1), "some/model")
+        models.load_shards(torch.nn.Linear(1, 1), "some/model")
 
 
 @pytest.mark.parametrize(
@@ -358,7 +360,7 @@ def test_weights_in_a_truncated_file(refuse, broken, size):
     os.truncate(path, size if size >= 0 else path.stat().st_size - 1)
     sentence = refuse("--pretrained", model=broken)
     assert sentence.startswith(f"The file {path} is damaged (") and sentence.endswith(
-        "): get it anew."
+        "): get it again."
     )
 
 
@@ -377,7 +379,6 @@ def test_zero1_is_accepted(hub):
     stderr = hub.folder / "zero1.stderr"
     options = {"chapter": CHAPTER, "stderr_file": [str(stderr), os.devnull]}
     assert Ranks(2, [*hub.flags("gpt2", "zero1"), "--zero1"], **options).finish() == [0, 0]
-    assert "--zero1 changes nothing: " in stderr.read_text()
     assert len(losses(hub.folder / "zero1")[0]) == 4
 
 

@@ -18,6 +18,7 @@ from test_bad_input import listing
 from test_bad_input_fsdp import say_it_soon
 from test_parity import plant
 
+sys.path.append(str(ROOT / "05-mixed-precision"))
 from common import precision
 
 CHAPTER = "05-mixed-precision"
@@ -79,7 +80,8 @@ def refuse(flags, tmp_path) -> Callable[..., str]:
 
 
 CANNOT = (
-    "This device (a cpu) cannot multiply in {}: give another --precision; fp32 runs everywhere."
+    "This device (a cpu) does not support --precision {}: give another one; fp32 works on every "
+    "device."
 )
 
 
@@ -161,8 +163,8 @@ def test_two_precisions(name):
 
 def two_precisions(name: str) -> str:
     return (
-        f"--precision {name} keeps float32 weights and --param-dtype bfloat16 has none: "
-        "give one of the two."
+        f"--precision {name} needs float32 weights, but --param-dtype is bfloat16: "
+        "give only one of the two flags."
     )
 
 

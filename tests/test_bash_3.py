@@ -69,7 +69,7 @@ def test_it_starts_the_script_with_this_machines_bash(path, arguments, tmp_path)
     """On macOS that is bash 3.2. The programs that it starts print their arguments here."""
     program = tmp_path / "python"
     plan = "printf '%s\\n' run outputs 2 1"
-    program.write_text(f'#!/bin/sh\n[ "$2" != common.plan ] && echo "$@" || {plan}\n')
+    program.write_text(f'#!/bin/sh\n[ "$2" != common.distributed ] && echo "$@" || {plan}\n')
     program.chmod(0o755)
     for name in ("mpirun", "ssh"):
         (tmp_path / name).symlink_to(program)

@@ -211,7 +211,7 @@ ROT = {
         (r"type=at_least\(0.0\)", "type=float", "--lr: the value for '-1' was"),
         (r" type=at_least\(2\),", "", "--seq-length: the value for '0' was"),
         ('-column", ', r'\g<0>nargs="?", ', "--text-column: nargs was None, is '?'"),
-        ("peak rate", "rate", "--lr: help was 'peak rate"),
+        ("peak learning rate", "rate", "--lr: help was 'peak learning"),
         ("store_true", "store_false", "--compile: kind was"),
         ('"every N steps"', '"every"', "--log-freq: group was every N steps, is every"),
         (f"({FLAG}--seed.*\n)(.*\n.*\n)", r"\2\1", "--seed: group was run, is data"),

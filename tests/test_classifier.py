@@ -31,11 +31,13 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.pipeline import make_pipeline
 from transformers import AutoModelForCausalLM, AutoTokenizer, GraniteConfig, MambaConfig, pipeline
 
-from common import classifier, grouping, models
-from common.classification import DEAL, PACKAGES, Example, load_examples
+from common import models
 from common.cli import InputError
 from common.data import IGNORED
-from common.grouping import Collator, GroupedSampler, batches_of_rank, encode
+
+from classification import batches, results
+from classification.batches import Collator, GroupedSampler, batches_of_rank, encode
+from classification.examples import DEAL, PACKAGES, Example, load_examples
 
 SCRIPT = ROOT / "02-ddp/train_classifier.py"
 CLASSES = ["fruit", "metal", "weather"]
@@ -95,7 +97,7 @@ def another_class(*args: object):
     return classes + ["wood"] * (os.environ["RANK"] == "1"), splits
 
 
-real_pad = grouping._pad
+real_pad = batches._pad
 # By name: (what to replace in the script's text, by what, ...), or {what of the script: by what}.
 MEAN = (LOSS, "losses.sum() / (batch['index'] >= 0).sum().clamp(min=1) / micro_batches")
 NO_PAD_TOKEN = ("model.config.pad_token_id = tokenizer.pad_token_id", "pass")
@@ -124,7 +126,7 @@ def rank_main(rank: int, world_size: int, runs: dict, folder: str, queue) -> Non
             path.write_text(text)
             script = load_script(path)
             for attribute, replacement in plant.items() if isinstance(plant, dict) else ():
-                owner = grouping if attribute == "_pad" else script
+                owner = batches if attribute == "_pad" else script
                 stack.enter_context(mock.patch.object(owner, attribute, replacement))
             try:
                 script.main()
@@ -359,18 +361,18 @@ def test_words_are_counted_in_any_script_but_planted_with_the_defaults(tmp_path,
     names, splits = load_examples(str(tmp_path / "table.csv"))
     labels = splits["test"].labels
     assert set(names) == set(classes.values()) and len(labels) > 15
-    text = classifier.write_report(tmp_path, names, splits, labels, 0.0, 1)
+    text = results.write_report(tmp_path, names, splits, labels, 0.0, 1)
     report = json.loads((tmp_path / "test_report.json").read_text())
     assert report["bag of words"]["accuracy"] == 1 and all(name in text for name in names)
     picture = (tmp_path / "confusion_matrix.svg").read_text(encoding="utf-8")
     assert all(f">{name}</text>" in picture for name in names)
     plant = make_pipeline(TfidfVectorizer(), LogisticRegression())
-    with mock.patch.dict(classifier.BASELINES, {"bag of words": plant}):
+    with mock.patch.dict(results.BASELINES, {"bag of words": plant}):
         if kind == "emoji":
             with pytest.raises(ValueError, match="empty vocabulary"):
-                classifier.write_report(tmp_path, names, splits, labels, 0.0, 1)
+                results.write_report(tmp_path, names, splits, labels, 0.0, 1)
         else:
-            classifier.write_report(tmp_path, names, splits, labels, 0.0, 1)
+            report.write_report(tmp_path, names, splits, labels, 0.0, 1)
             report = json.loads((tmp_path / "test_report.json").read_text())
             assert report["bag of words"]["accuracy"] < 0.8
 
@@ -378,17 +380,17 @@ def test_words_are_counted_in_any_script_but_planted_with_the_defaults(tmp_path,
 def test_confusion_matrix_has_names_as_they_are_and_numbers_while_they_can_be_read(tmp_path):
     for count in (30, 31):
         names = [f"class {n}" for n in range(count)]
-        classifier.draw_matrix(tmp_path / "m.svg", np.full((count, count), 777), names)
+        results.draw_matrix(tmp_path / "m.svg", np.full((count, count), 777), names)
         picture = (tmp_path / "m.svg").read_text()
         assert picture.count(">777</text>") == (900 if count == 30 else 0)
         assert all(f">{name}</text>" in picture for name in names)
     matrix, names = np.eye(2, dtype=int), ["$_$", "other"]
-    classifier.draw_matrix(tmp_path / "m.svg", matrix, names)
+    results.draw_matrix(tmp_path / "m.svg", matrix, names)
     with (
-        mock.patch.object(classifier.matplotlib, "rc_context", contextlib.nullcontext),
+        mock.patch.object(results.matplotlib, "rc_context", contextlib.nullcontext),
         pytest.raises(ValueError, match=r"Expected|Parse"),  # planted: a formula
     ):
-        classifier.draw_matrix(tmp_path / "m.svg", matrix, names)
+        results.draw_matrix(tmp_path / "m.svg", matrix, names)
 
 
 @pytest.fixture
@@ -397,7 +399,7 @@ def best(tmp_path) -> tuple:
     the model is another one since."""
     model = AutoModelForCausalLM.from_config(models.load_config("gpt2-tiny"))
     arguments = (model, models.load_tokenizer("gpt2-tiny"), tmp_path / "best")
-    classifier.save_model(*arguments)
+    results.save_model(*arguments)
     before = {file.name: file.read_bytes() for file in (tmp_path / "best").iterdir()}
     torch.nn.init.zeros_(model.transformer.wte.weight)
     return arguments, before
@@ -406,7 +408,7 @@ def best(tmp_path) -> tuple:
 @pytest.mark.check
 def test_best_is_replaced_as_a_whole_and_all_may_read_it(best, tmp_path):
     arguments, before = best
-    classifier.save_model(*arguments)
+    results.save_model(*arguments)
     assert [path.name for path in tmp_path.iterdir()] == ["best"]
     after = {file.name: file.read_bytes() for file in (tmp_path / "best").iterdir()}
     changed = {name for name in before.keys() | after.keys() if after[name] != before[name]}
@@ -435,7 +437,7 @@ def test_best_is_kept_when_the_next_one_cannot_be_written(best, tmp_path, fault)
             replace if fault != "full disk" else contextlib.nullcontext(),
             pytest.raises(InputError, match=r"best could not be written \(.+\): make room\.$"),
         ):
-            classifier.save_model(*arguments)
+            results.save_model(*arguments)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert {file.name: file.read_bytes() for file in (tmp_path / "best").iterdir()} == before
@@ -447,8 +449,8 @@ def test_models_without_a_classification_head_are_refused():
     for config in (GraniteConfig(), MambaConfig()):
         sentence = f"no classification head for {config.model_type}: give --head none.$"
         with pytest.raises(InputError, match=sentence):
-            classifier.model_class("linear", config)
-        assert classifier.model_class("none", config) is AutoModelForCausalLM
+            results.model_class("linear", config)
+        assert results.model_class("none", config) is AutoModelForCausalLM
 
 
 # --- GPUs ---
@@ -627,7 +629,7 @@ def test_the_log_counts_what_stands_in_train_and_in_test(tmp_path):
         assert len(splits["test"]) == 20
         encode(splits, classes, models.load_tokenizer("gpt2-tiny"), 32, None)
         sampler = GroupedSampler(splits["train"].lengths(), args, 1, 0)
-        said = classifier.describe_data(classes, splits, sampler, 32).splitlines()
+        said = results.describe_data(classes, splits, sampler, 32).splitlines()
         both = len(set(splits["train"].texts) & set(splits["test"].texts))
         assert said[2:] == ([f"{both} of the test's texts also stand in train"] if both else [])
         found.append(both)

@@ -6,7 +6,6 @@ import json
 import os
 import shutil
 import sys
-import types
 from pathlib import Path
 
 import pytest
@@ -16,9 +15,10 @@ from runner import server_context
 from test_autocast import ALONE, DDP, FSDP, patch
 from test_parity import LENGTH, Ladder, Run
 
-from common import launch, timers
+from common import distributed, timers
 
 SCRIPT = ROOT / FSDP / "compare.py"
+MODULES = ROOT / FSDP / "comparison"
 RESULT = ROOT / "tests/benchmarks/results/comparison_cpu.json"
 GPU_RESULT = ROOT / "tests/benchmarks/results/comparison_gpu.json"
 STEPS = 16  # 14 are an epoch of the corpus of the ladder
@@ -60,7 +60,7 @@ PLANTED = {
         "single:fp32",
     ),
     "sums in 16 bits": (
-        [("reduce_dtype=torch.float32 if half", "reduce_dtype=torch.bfloat16 if half")],
+        [("reduce_dtype=torch.float32 if", "reduce_dtype=torch.bfloat16 if")],
         "fsdp:bf16",
     ),
     "weights in 16 bits": (
@@ -83,15 +83,17 @@ class Comparisons:
         """Return the rows of the result, by STRATEGY:PRECISION."""
         folder = self.folder / f"comparison-{len(self.kept)}-{len(list(self.folder.iterdir()))}"
         folder.mkdir()
-        source = SCRIPT.read_text()
+        shutil.copy(SCRIPT, folder)
+        shutil.copytree(MODULES, folder / MODULES.name, ignore=shutil.ignore_patterns("*.pyc"))
         for right, wrong in replaced:
-            assert source.count(right) == 1, right
-            source = source.replace(right, wrong)
-        (folder / "compare.py").write_text(source)
+            files = [file for file in folder.rglob("*.py") if right in file.read_text()]
+            assert len(files) == 1 and files[0].read_text().count(right) == 1, right
+            files[0].write_text(files[0].read_text().replace(right, wrong))
         output = folder / "result.json"
         argv = ["compare.py", *self.constant, "--output", output, *args]
         with script(folder, argv) as compare, pytest.MonkeyPatch.context() as patched:
-            patched.setattr(compare, "CONTEXT", server_context())
+            server_context()
+            patched.setattr("comparison.ranks.START_METHOD", "forkserver")
             # It shares out the cores to two devices. More threads add up in another order.
             patched.setattr(os, "cpu_count", lambda: 2 * torch.get_num_threads())
             compare.main()
@@ -129,10 +131,15 @@ def script(folder: Path, argv: list[object]):
     """Import compare.py from a folder in such a way that children find it too."""
     with pytest.MonkeyPatch.context() as patched:
         patched.syspath_prepend(str(folder))
-        patched.delitem(sys.modules, "compare", raising=False)
+        forget_modules()
         patched.setattr(sys, "argv", [str(arg) for arg in argv])
         yield importlib.import_module("compare")
-        sys.modules.pop("compare")
+        forget_modules()
+
+
+def forget_modules() -> None:
+    for name in [name for name in sys.modules if name.split(".")[0] in ("compare", "comparison")]:
+        del sys.modules[name]
 
 
 @pytest.fixture(scope="module")
@@ -178,7 +185,8 @@ def test_planted_bug_is_noticed(comparisons, right, replaced, name):
 
 
 # Where others wait in a collective, and where nobody ever answers.
-FAILURES = """world_size = processes(run.strategy, run.devices)
+FAILURES = """import os, time
+    n_ranks = number_of_ranks(run.strategy, run.devices)
     if run.strategy == "ddp" and rank == 1:
         raise MemoryError("planted")
     if run.strategy == "zero1" and rank == 1:
@@ -192,7 +200,7 @@ def test_a_row_that_fails_does_not_end_the_others(comparisons):
     rows = comparisons.run(
         *("--only", "single:bf16", "ddp:fp32", "zero1:fp32", "fsdp:fp32", "--seeds", 0, 1),
         *("--parts", "loss", "--steps", 10, "--timeout", 20),
-        replaced=[("world_size = processes(run.strategy, run.devices)\n", f"{FAILURES}\n")],
+        replaced=[("n_ranks = number_of_ranks(run.strategy, run.devices)\n", f"{FAILURES}\n")],
     )
     assert {name: row["failed"] for name, row in rows.items()} == {
         "single:bf16": {"loss": "no answer within 20 s"},
@@ -217,7 +225,7 @@ def test_rows_are_added_to_a_result(comparisons, capsys):
     runs = {name: [(r["part"], r["seed"]) for r in row["runs"]] for name, row in rows.items()}
     assert runs["fp32"] == [("loss", 0), ("speed", 0), ("loss", 1), ("speed", 1)]
     assert runs["bf16"] == [("loss", 1), ("speed", 1)]
-    assert rows["tf32"]["left_out"] == {"loss": "On a CPU TF32 is float32."}
+    assert rows["tf32"]["left_out"] == {"loss": "On a CPU, tf32 is the same as fp32."}
     assert "compute capability 8.9" in rows["fp8"]["left_out"]["loss"]
     ends = {n: [r["losses"][-1] for r in row["runs"][::2]] for n, row in rows.items()}
     assert rows["fp32"]["summary"]["minus_fp32_on_one_device"] == [0, 0]
@@ -269,28 +277,32 @@ def compare():
 
 @pytest.mark.check
 def test_the_result_is_complete(compare):
-    content = compare.read_results(RESULT)
+    content = compare.results.read(RESULT)
     assert {"command", "date", "commit", "torch", "cpu"} <= set(content["machine"])
     settings, rows = content["results"]["settings"], content["results"]["rows"]
     names = {(row["strategy"], row["precision"]) for row in rows}
-    assert names == {(s, p) for s in compare.STRATEGIES for p in compare.PRECISIONS}
+    assert names == {(s, p) for s in compare.results.STRATEGIES for p in compare.results.PRECISIONS}
     measured = [row for row in rows if not row["left_out"]]
     assert {row["strategy"] for row in measured} >= {"single", "ddp", "zero1", "fsdp"}
     assert {row["precision"] for row in measured} == {"fp32", "bf16", "fp16", "pure-bf16"}
-    reference = compare.last_losses(measured[0]["runs"])
-    assert len(reference) == 3 and compare.label(measured[0]) == "single fp32 x1"
-    table = compare.show(rows)
+    reference = compare.results.last_losses(measured[0]["runs"])
+    assert len(reference) == 3 and compare.results.label(measured[0]) == "single fp32 x1"
+    table = compare.results.table(rows)
     for row in measured:
         assert not row["failed"]
         parts = sorted((run["part"], run["seed"]) for run in row["runs"])
         assert parts == [(part, seed) for part in ("loss", "speed") for seed in reference]
-        assert row["summary"] == json.loads(json.dumps(compare.summarize(row["runs"], reference)))
+        assert row["summary"] == json.loads(
+            json.dumps(compare.results.summarize(row["runs"], reference))
+        )
         for run in row["runs"]:
             assert (
                 len(run["losses"]) == settings["steps" if run["part"] == "loss" else "speed_steps"]
             )
-            assert run["tokens_per_s"] and set(run["ms"]) == {*compare.PHASES, "total"}
-        (line,) = [line for line in table.splitlines() if line.startswith(compare.label(row) + " ")]
+            assert run["tokens_per_s"] and set(run["ms"]) == {*compare.results.PHASES, "total"}
+        (line,) = [
+            line for line in table.splitlines() if line.startswith(compare.results.label(row) + " ")
+        ]
         assert f"{row['summary']['speed']['tokens_per_s']:,.0f}" in line.split()
         assert f"{row['summary']['final_loss']['mean']:.4f}" in line.split()
     for row in rows:
@@ -303,7 +315,7 @@ def test_the_figures_are_those_of_the_result(compare, tmp_path, result, shown):
     matplotlib = pytest.importorskip("matplotlib")
     if f"matplotlib=={matplotlib.__version__}\n" not in (ROOT / "requirements.txt").read_text():
         pytest.skip(f"matplotlib is another one: {matplotlib.__version__}")
-    compare.draw(result, tmp_path)
+    compare.results.draw(result, tmp_path)
     committed = sorted(SCRIPT.parent.glob(f"{result.stem}_*.svg"))
     assert len(committed) == shown
     for path in committed:
@@ -325,7 +337,7 @@ def test_as_a_reader_runs_it(tmp_path):
         ["single", "fp32", "x1"],
         ["ddp", "bf16", "x2"],
     ]
-    assert "dp fp32 x2 left out: nn.DataParallel needs two GPUs or more." in lines
+    assert "dp fp32 x2 left out: nn.DataParallel needs at least two GPUs." in lines
     content = json.loads((tmp_path / "new" / "result.json").read_text())
     assert content["machine"]["command"].startswith("python 05-mixed-precision/compare.py --output")
 
@@ -338,9 +350,9 @@ def refuse(tmp_path, monkeypatch, capsys):
     def run(*args: object) -> str:
         monkeypatch.chdir(tmp_path)
         with script(SCRIPT.parent, ["compare.py", *args]) as compare:
-            monkeypatch.setattr(compare, "CONTEXT", types.SimpleNamespace())  # nothing may start
+            monkeypatch.setattr(compare, "Ranks", None)  # nothing may start
             with pytest.raises(SystemExit) as exit_:
-                launch.run(compare.main)
+                distributed.run(compare.main)
         err = capsys.readouterr().err
         assert exit_.value.code == 2 and "Traceback" not in err
         assert not Path("new.json").exists()
@@ -352,7 +364,10 @@ def refuse(tmp_path, monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("args", "sentence"),
     [
-        (("--only", "ddp:int8"), "--only ddp:int8 names no row: a row is STRATEGY:PRECISION with"),
+        (
+            ("--only", "ddp:int8"),
+            "--only ddp:int8 matches no row: give STRATEGY:PRECISION, with a strategy of single",
+        ),
         (("--parts", "largest"), "--parts largest needs a GPU"),
         (("--steps", 9), "argument --steps: '9' is not a whole number from 10"),
         (("--global-batch-size", 3), "2 devices cannot share --global-batch-size 3 evenly"),
@@ -361,13 +376,16 @@ def refuse(tmp_path, monkeypatch, capsys):
         (("--output", "/dev/null/x.json"), "Cannot write to /dev/null/x.json"),
         (
             ("--output", "result.json"),
-            "result.json exists: give another --output, or --append to it.",
+            "result.json exists: give another --output, or add --append.",
         ),
-        (("-b", 10**6), "sequences: lower --batch-size."),
-        (("--append",), "new.json is no result that this script wrote"),
+        (("-b", 10**6), "--batch-size 1000000 is too large: the data has"),
+        (("--append",), "new.json is not a result file of compare.py"),
         (("--append", "--output", "result.json", "-b", 7), "was measured with batch_size 4, not 7"),
-        (("--draw", "none.json"), "none.json is no result that this script wrote"),
-        (("--draw", "result.json", "--figures", "none"), "There is no folder none to draw into"),
+        (("--draw", "none.json"), "none.json is not a result file of compare.py"),
+        (
+            ("--draw", "result.json", "--figures", "none"),
+            "There is no folder none for the figures: give another --figures.",
+        ),
     ],
 )
 def test_bad_input(refuse, args, sentence):

@@ -18,6 +18,7 @@ import pyarrow.parquet
 import pytest
 import torch
 from conftest import ROOT
+from runner import load_script
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
@@ -25,15 +26,13 @@ from torch.utils.data import DataLoader
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
-    AutoTokenizer,
     PreTrainedTokenizerFast,
 )
 
-from common import data, packing, sources, tables
 from common.cli import InputError
-from common.data import ResumableSampler, load_blocks, split_batch
+from common.data import ResumableSampler, load_sequences, sources, split_batch, token_cache
+from common.data.sources import BUILT_IN, find_source
 from common.models import load_tokenizer
-from common.presets.train_tokenizer import train_tokenizer
 
 TEXTS = [
     f"def function_{n}(self):\n    return {n} * 'Hüte, 你好, 🙂'\n" * (1 + n % 3)
@@ -102,7 +101,7 @@ def reference(tokenizer) -> dict[str, np.ndarray]:
     for split in ("train", "evaluation"):
         tokens = []
         for text in TEXTS:
-            if tables.is_held_out(text) == (split == "evaluation"):
+            if sources.is_held_out(text) == (split == "evaluation"):
                 tokens += [*tokenizer.encode(text), tokenizer.eos_token_id]
         reference[split] = np.array(tokens[: len(tokens) // 16 * 16]).reshape(-1, 16)
     return reference
@@ -111,18 +110,18 @@ def reference(tokenizer) -> dict[str, np.ndarray]:
 @pytest.mark.check
 @pytest.mark.parametrize("form", FORMS)
 def test_the_same_documents_give_the_same_blocks(tmp_path, tokenizer, reference, form):
-    train, evaluation = load_blocks(arguments(write_form(tmp_path, form)), tokenizer, 16)
+    train, evaluation = load_sequences(arguments(write_form(tmp_path, form)), tokenizer, 16)
     assert np.array_equal(train.tokens, reference["train"])
     assert np.array_equal(evaluation.tokens, reference["evaluation"])
 
 
 def test_blocks_do_not_depend_on_the_number_of_processes(tmp_path, tokenizer, monkeypatch):
-    monkeypatch.setattr(packing, "DOCUMENTS_PER_BATCH", 7)
+    monkeypatch.setattr(token_cache, "DOCUMENTS_PER_BATCH", 7)
     digests = set()
     for num_workers in (0, 1, 2, 5):
         path = tmp_path / f"workers{num_workers}"
         path.mkdir()
-        blocks = load_blocks(
+        blocks = load_sequences(
             arguments(write_form(path, "csv"), num_workers=num_workers), tokenizer, 16
         )
         digests.add(tuple(part.tokens.tobytes() for part in blocks))
@@ -132,27 +131,27 @@ def test_blocks_do_not_depend_on_the_number_of_processes(tmp_path, tokenizer, mo
 @pytest.mark.check
 def test_an_order_that_depends_on_the_processes_is_noticed(tmp_path, tokenizer, monkeypatch):
     """The planted bug drops each batch's rest of less than a block, as mapping by batch does."""
-    original = packing._Encode.__call__
+    original = token_cache._Encode.__call__
 
     def drop_rest(self, rows: list[dict[str, str]]) -> tuple[torch.Tensor, int]:
         tokens, size = original(self, rows)
         return tokens[: len(tokens) // 16 * 16], size
 
-    monkeypatch.setattr(packing._Encode, "__call__", drop_rest)
+    monkeypatch.setattr(token_cache._Encode, "__call__", drop_rest)
     sizes = set()
     for per_batch in (7, 50):
-        monkeypatch.setattr(packing, "DOCUMENTS_PER_BATCH", per_batch)
+        monkeypatch.setattr(token_cache, "DOCUMENTS_PER_BATCH", per_batch)
         path = tmp_path / f"batch{per_batch}"
         path.mkdir()
-        sizes.add(len(load_blocks(arguments(write_form(path, "csv")), tokenizer, 16)[0]))
+        sizes.add(len(load_sequences(arguments(write_form(path, "csv")), tokenizer, 16)[0]))
     assert len(sizes) == 2
 
 
 @pytest.mark.check
 def test_every_token_comes_back(tmp_path, tokenizer):
-    train, _ = load_blocks(arguments(write_form(tmp_path, "parquet")), tokenizer, 16)
+    train, _ = load_sequences(arguments(write_form(tmp_path, "parquet")), tokenizer, 16)
     text = tokenizer.decode(train.tokens.reshape(-1).tolist())
-    expected = "<|endoftext|>".join(t for t in TEXTS if not tables.is_held_out(t))
+    expected = "<|endoftext|>".join(t for t in TEXTS if not sources.is_held_out(t))
     assert expected.startswith(text[:-20]) and len(text) > len(expected) - 100
 
 
@@ -171,8 +170,9 @@ def test_round_trip_of_any_text(tokenizer):
 
 
 def test_the_committed_tokenizer_is_what_its_script_makes(tmp_path, tokenizer):
-    train_tokenizer(tmp_path)
-    again = AutoTokenizer.from_pretrained(tmp_path)
+    script = load_script(ROOT / "01-single-gpu/train_tokenizer.py")
+    documents, _ = find_source(BUILT_IN, subset=None, text_column=None).load()
+    again = script.train("bpe", vocab_size=4096, min_frequency=0, documents=documents)
     assert len(again) == len(tokenizer) == 4096
     assert again.eos_token_id == tokenizer.eos_token_id == 0
     # Another release of Python has other source files, so only most of the merges are the same.
@@ -181,7 +181,7 @@ def test_the_committed_tokenizer_is_what_its_script_makes(tmp_path, tokenizer):
 
 
 def test_built_in_corpus(tokenizer):
-    train, evaluation = load_blocks(arguments("python-stdlib"), tokenizer, 128)
+    train, evaluation = load_sequences(arguments("python-stdlib"), tokenizer, 128)
     assert len(train) > 10_000 and 100 < len(evaluation) < len(train) / 10
     assert 0.2 < train.tokens_per_byte < 0.35
     text = tokenizer.decode(train.tokens[: len(train) // 2].reshape(-1).tolist())
@@ -200,8 +200,8 @@ def check_that_no_token_wraps(folder: Path, n_tokens: int) -> None:
     words = Tokenizer(WordLevel(vocabulary, unk_token="w0"))
     words.pre_tokenizer = WhitespaceSplit()
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<|endoftext|>")
-    documents = tables.documents_of([f"w0 w1 w{n_tokens - 2}"] * 3)
-    packing.pack_documents(folder / "text", documents, tokenizer, num_workers=0)
+    documents = sources.documents_of([f"w0 w1 w{n_tokens - 2}"] * 3)
+    token_cache.pack_documents(folder / "text", documents, tokenizer, num_workers=0)
     facts = json.loads((folder / "text.json").read_text())
     found = np.fromfile(folder / "text.bin", facts["dtype"]).tolist()
     assert found == [0, 1, n_tokens - 2, n_tokens - 1] * 3
@@ -218,7 +218,7 @@ def test_tokens_of_a_large_vocabulary_do_not_wrap(tmp_path, n_tokens):
 @pytest.mark.check
 def test_planted_tokens_that_wrap_are_noticed(tmp_path, monkeypatch):
     planted = types.SimpleNamespace(**{**vars(np), "dtype": lambda _: np.dtype("<u2")})
-    monkeypatch.setattr(packing, "np", planted)
+    monkeypatch.setattr(token_cache, "np", planted)
     check_that_no_token_wraps(tmp_path, 2**16)
     with pytest.raises(AssertionError, match=r"assert \[0, 1, "):
         check_that_no_token_wraps(tmp_path, 2**16 + 1)
@@ -226,17 +226,17 @@ def test_planted_tokens_that_wrap_are_noticed(tmp_path, monkeypatch):
 
 @pytest.mark.check
 def test_split_is_stable_and_leaks_nothing(tmp_path, tokenizer):
-    held_out = [text for text in TEXTS if tables.is_held_out(text)]
+    held_out = [text for text in TEXTS if sources.is_held_out(text)]
     assert 2 <= len(held_out) <= 30
     shuffled = TEXTS * 2
     random.Random(1).shuffle(shuffled)
-    train, evaluation = tables.split_documents(tables.documents_of(shuffled))
+    train, evaluation = sources.split_documents(sources.documents_of(shuffled))
     assert sorted(evaluation["text"]) == sorted(held_out * 2)
     assert not set(train["text"]) & set(evaluation["text"])
 
 
 def test_a_worker_maps_the_file_and_gets_no_copy(tmp_path, tokenizer):
-    blocks, _ = load_blocks(arguments("python-stdlib"), tokenizer, 128)
+    blocks, _ = load_sequences(arguments("python-stdlib"), tokenizer, 128)
     content = pickle.dumps(blocks.pad_to_multiple(1000))
     assert len(content) < 1000 < blocks.tokens.nbytes
     again = pickle.loads(content)
@@ -249,26 +249,26 @@ def test_few_documents_give_their_ends(tmp_path, tokenizer):
     path = tmp_path / "book.txt"
     text = "".join(f"Line {n} of the book.\n" for n in range(1000))
     path.write_text(text)
-    train, evaluation = tables.split_documents(tables.documents_of([text]))
+    train, evaluation = sources.split_documents(sources.documents_of([text]))
     assert train["text"][0] + evaluation["text"][0] == text
     assert 0.04 < len(evaluation["text"][0]) / len(text) < 0.06
-    assert all(len(part) for part in load_blocks(arguments(path), tokenizer, 32))
+    assert all(len(part) for part in load_sequences(arguments(path), tokenizer, 32))
 
 
 @pytest.mark.check
 def test_second_start_reads_the_cache(tmp_path, tokenizer, monkeypatch):
     path = write_form(tmp_path, "folder")
-    first = load_blocks(arguments(path), tokenizer, 16)
-    monkeypatch.setattr(data, "pack_documents", None)  # calling it would fail
-    again = load_blocks(arguments(path), tokenizer, 16)
+    first = load_sequences(arguments(path), tokenizer, 16)
+    monkeypatch.setattr(token_cache, "pack_documents", None)  # calling it would fail
+    again = load_sequences(arguments(path), tokenizer, 16)
     assert np.array_equal(first[0].tokens, again[0].tokens)
     monkeypatch.undo()
     (path / "000.txt").write_text("another text\n" * 20)
-    changed = load_blocks(arguments(path), tokenizer, 16)
+    changed = load_sequences(arguments(path), tokenizer, 16)
     assert changed[0].digest != first[0].digest
     # Other letters, as many as before.
     (path / "000.txt").write_text("ANOTHER TEXT\n" * 20)
-    assert load_blocks(arguments(path), tokenizer, 16)[0].digest != changed[0].digest
+    assert load_sequences(arguments(path), tokenizer, 16)[0].digest != changed[0].digest
 
 
 @pytest.mark.check
@@ -282,7 +282,7 @@ def test_a_subset_of_a_data_set(tmp_path, tokenizer):
     for name in ("one", "two"):
         args = arguments(tmp_path)
         args.dataset_subset = name
-        train, _ = load_blocks(args, tokenizer, 16)
+        train, _ = load_sequences(args, tokenizer, 16)
         text = tokenizer.decode(train.tokens.reshape(-1).tolist())
         assert ("one" in text, "two" in text) == (name == "one", name == "two")
 
@@ -294,7 +294,7 @@ def test_another_column_of_a_file_is_another_text(tmp_path, tokenizer):
     row = json.dumps({"question": "What is it? " * 40, "answer": "It is this. " * 40})
     path.write_text(f"{row}\n" * 3)
     for column in ("question", "answer"):
-        train, _ = load_blocks(arguments(path, text_column=column), tokenizer, 16)
+        train, _ = load_sequences(arguments(path, text_column=column), tokenizer, 16)
         text = tokenizer.decode(train.tokens.reshape(-1).tolist())
         assert ("What" in text, "this" in text) == (column == "question", column == "answer")
 
@@ -308,14 +308,14 @@ def test_an_interrupted_preparation_is_done_again(tmp_path, tokenizer, monkeypat
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch:
-        patch.setattr(data, "pack_documents", stop_halfway)
+        patch.setattr(token_cache, "pack_documents", stop_halfway)
         with pytest.raises(KeyboardInterrupt):
-            load_blocks(arguments(path), tokenizer, 16)
-    assert len(load_blocks(arguments(path), tokenizer, 16)[0]) > 0
+            load_sequences(arguments(path), tokenizer, 16)
+    assert len(load_sequences(arguments(path), tokenizer, 16)[0]) > 0
 
 
 def load_in_child(path: Path, queue) -> None:
-    blocks = load_blocks(arguments(path), load_tokenizer("gpt2-tiny"), 16)
+    blocks = load_sequences(arguments(path), load_tokenizer("gpt2-tiny"), 16)
     queue.put([part.tokens.tobytes() for part in blocks])
 
 
@@ -403,7 +403,7 @@ def test_skipping_loads_no_sample():
 )
 def test_batch_arithmetic(global_batch, world, most, expected):
     args = argparse.Namespace(global_batch_size=global_batch, batch_size=most)
-    micro_batch_size, accumulation = split_batch(args, world, n_blocks=100)
+    micro_batch_size, accumulation = split_batch(args, world, n_sequences=100)
     assert (micro_batch_size, accumulation) == expected
     assert micro_batch_size * accumulation * world == global_batch
 
@@ -412,12 +412,12 @@ def test_batch_arithmetic(global_batch, world, most, expected):
 def test_batch_that_cannot_be_shared():
     args = argparse.Namespace(global_batch_size=10, batch_size=8)
     with pytest.raises(InputError, match="3 devices cannot share --global-batch-size 10 evenly"):
-        split_batch(args, world_size=3, n_blocks=100)
+        split_batch(args, world_size=3, n_sequences=100)
 
 
 @pytest.mark.check
 def test_padding_for_evaluation(tmp_path, tokenizer):
-    blocks, _ = load_blocks(arguments(write_form(tmp_path, "csv")), tokenizer, 16)
+    blocks, _ = load_sequences(arguments(write_form(tmp_path, "csv")), tokenizer, 16)
     padded = blocks.pad_to_multiple(7)
     assert len(padded) % 7 == 0 and 0 <= len(padded) - len(blocks) < 7
     labels = torch.cat([padded[i]["labels"] for i in range(len(padded))])
@@ -452,9 +452,9 @@ def hub_folders(make_folder) -> tuple[Path, Path]:
 
 def test_hub_shaped_folders(train, hub_folders, reference, tokenizer):
     dataset, model = hub_folders
-    blocks, _ = load_blocks(arguments(dataset), tokenizer, 16)
+    blocks, _ = load_sequences(arguments(dataset), tokenizer, 16)
     assert np.array_equal(blocks.tokens, reference["train"]), "the column named text, of four"
-    outputs, _ = load_blocks(arguments(dataset, text_column="output"), tokenizer, 16)
+    outputs, _ = load_sequences(arguments(dataset, text_column="output"), tokenizer, 16)
     decoded = tokenizer.decode(outputs.tokens.reshape(-1).tolist())
     assert "8 + 8 = 16<|endoftext|>" in decoded and "function" not in decoded
     common = ("-d", dataset, "-m", model, "-s", 16, "--max-steps", 3, "--log-freq", 1)
@@ -473,7 +473,7 @@ def test_a_validation_split_is_used(tmp_path, tokenizer):
     for split, texts in (("train", TEXTS[:200]), ("validation", TEXTS[200:])):
         rows = pa.Table.from_pylist([{"text": text} for text in texts])
         pa.parquet.write_table(rows, tmp_path / f"{split}-00000-of-00001.parquet")
-    train, evaluation = load_blocks(arguments(tmp_path), tokenizer, 16)
+    train, evaluation = load_sequences(arguments(tmp_path), tokenizer, 16)
     last = tokenizer.decode(evaluation.tokens.reshape(-1).tolist())
     assert "function_200(" in last and "function_199(" not in last
     assert "function_200(" not in tokenizer.decode(train.tokens.reshape(-1).tolist())
@@ -482,7 +482,7 @@ def test_a_validation_split_is_used(tmp_path, tokenizer):
 def test_what_the_library_finds_is_no_line_of_the_log():
     """It logs which frameworks are installed while it is imported; here, that it leaves one out."""
     script = "import logging; logging.basicConfig(level='INFO'); {}"
-    ours = "from common.tables import import_datasets; import_datasets()"
+    ours = "from common.data.sources import import_datasets; import_datasets()"
     said = [
         subprocess.run(
             [sys.executable, "-c", script.format(line)],

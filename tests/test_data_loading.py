@@ -12,7 +12,7 @@ from conftest import ROOT, read_metrics
 from runner import finish, start
 from torch.utils.data import DataLoader
 
-from common.data import Blocks
+from common.data import Sequences
 
 sys.path.append(str(ROOT / "tests/benchmarks"))
 import data_loading
@@ -22,14 +22,14 @@ ITEM_MS, SEQUENCES = 20, 6  # 120 ms a step, in one process
 
 def make_items_slow() -> None:
     """Every block takes its time, as from a disk that is far away; sleeping costs no core."""
-    getitem = Blocks.__getitem__
+    getitem = Sequences.__getitem__
 
-    def slow_getitem(self: Blocks, index: int) -> dict[str, torch.Tensor]:
+    def slow_getitem(self: Sequences, index: int) -> dict[str, torch.Tensor]:
         if torch.is_grad_enabled():  # not in the evaluation
             time.sleep(ITEM_MS / 1000)
         return getitem(self, index)
 
-    Blocks.__getitem__ = slow_getitem
+    Sequences.__getitem__ = slow_getitem
 
 
 def metrics_of(corpus: Path, tmp_path: Path, workers: int, **options: object) -> list[dict]:

@@ -16,7 +16,7 @@ from test_parity import plant
 from test_resume import make_flags
 from transformers import set_seed
 
-from common import checkpoint
+from common.checkpoint import save_load
 
 STEPS = 12
 CHAPTER = "01-single-gpu"
@@ -44,7 +44,7 @@ def compare(tmp_path, monkeypatch, capsys, *names: str) -> tuple[int, str]:
     monkeypatch.setattr(sys, "argv", ["compare_runs.py", *folders])
     capsys.readouterr()
     with pytest.raises(SystemExit) as end:
-        compare_runs.launch.run(compare_runs.main)
+        compare_runs.distributed.run(compare_runs.main)
     said = capsys.readouterr()
     return end.value.code, said.out + said.err
 
@@ -53,7 +53,10 @@ def test_two_runs_are_equal_to_the_last_bit(run, tmp_path, monkeypatch, capsys):
     assert run("one") == run("two")
     status, said = compare(tmp_path, monkeypatch, capsys, "one", "two")
     first, *checkpoints = said.splitlines()
-    assert (status, first) == (0, f"equal to the last digit: {STEPS} logged steps, up to {STEPS}")
+    assert (status, first) == (
+        0,
+        f"all {STEPS} common logged steps are identical, up to step {STEPS}",
+    )
     assert [line.split(":")[0] for line in checkpoints] == ["step-00000006", "step-00000012"]
     assert all(re.search(r": 0 of \d\d+ values differ$", line) for line in checkpoints)
 
@@ -64,7 +67,7 @@ def test_a_missing_seed_is_seen(run, tmp_path, monkeypatch, capsys):
     chapter = plant(CHAPTER, tmp_path / "planted", [(seed, "")])
     assert run("one", chapter=chapter) != run("two", chapter=chapter)
     status, said = compare(tmp_path, monkeypatch, capsys, "one", "two")
-    assert status == 1 and said.startswith("they part at step 1: loss by")
+    assert status == 1 and said.startswith("the runs differ from step 1 on: loss by")
 
 
 def test_the_order_of_another_seed_is_seen(run, tmp_path, monkeypatch, capsys):
@@ -76,8 +79,8 @@ def test_the_order_of_another_seed_is_seen(run, tmp_path, monkeypatch, capsys):
     chapter = plant(CHAPTER, tmp_path / "planted", fixed)
     run("one", chapter=chapter), run("two", "--seed", 1, chapter=chapter)
     status, said = compare(tmp_path, monkeypatch, capsys, "one", "two")
-    assert status == 1 and "they part at step 1: loss by" in said
-    assert "no logged step is equal" in said
+    assert status == 1 and "the runs differ from step 1 on: loss by" in said
+    assert "no earlier step is logged in both" in said
 
 
 def go_back(tmp_path, name: str) -> None:
@@ -98,16 +101,16 @@ def test_what_is_not_restored_is_seen(run, tmp_path, monkeypatch, capsys, what):
     run("resumed")
     go_back(tmp_path, "resumed")
     if what == "rng":
-        monkeypatch.setattr(checkpoint, "set_rng_state", lambda rng: None)
+        monkeypatch.setattr(save_load, "set_rng_state", lambda rng: None)
     if what == "moments":
-        original = checkpoint.set_state_dict
+        original = save_load.set_state_dict
 
         def forget(model, optimizer, **options: dict) -> None:
             original(model, optimizer, **options)
             for state in optimizer.state.values():
                 state["exp_avg"].zero_()
 
-        monkeypatch.setattr(checkpoint, "set_state_dict", forget)
+        monkeypatch.setattr(save_load, "set_state_dict", forget)
     if what == "schedule":
         load = torch.optim.lr_scheduler.LambdaLR.load_state_dict
         monkeypatch.setattr(
@@ -121,8 +124,9 @@ def test_what_is_not_restored_is_seen(run, tmp_path, monkeypatch, capsys, what):
     status, said = compare(tmp_path, monkeypatch, capsys, "straight", "resumed")
     # Dropout acts at once, moments on the next loss. The next rate is in the optimizer's state,
     # and the one after it is the schedule's.
-    first = {"rng": "7: loss by", "moments": "8: loss by", "schedule": "8: lr by"}[what]
-    assert status == 1 and said.startswith(f"they part at step {first}"), said
+    step, key = {"rng": (7, "loss"), "moments": (8, "loss"), "schedule": (8, "lr")}[what]
+    first = f"the runs differ from step {step} on: {key} by "
+    assert status == 1 and said.startswith(first), said
     early, late = said.splitlines()[1:]
     assert early.startswith(f"step-{half:08d}: 0 of "), "the checkpoint itself is right"
     assert re.match(rf"step-{STEPS:08d}: [1-9]\d* of \d+ values differ: ", late)
@@ -192,7 +196,7 @@ def test_checkpoints_that_differ_behind_equal_logs_end_with_1(tmp_path, monkeypa
         )
     status, said = compare(tmp_path, monkeypatch, capsys, *names)
     assert status == 1
-    assert said.startswith("equal to the last digit: 2 logged steps, up to 2\n")
+    assert said.startswith("all 2 common logged steps are identical, up to step 2\n")
     assert "step-00000002: 1 of 2 values differ: rng-0" in said
 
 
@@ -200,9 +204,13 @@ def test_checkpoints_that_differ_behind_equal_logs_end_with_1(tmp_path, monkeypa
 @pytest.mark.parametrize(
     ("one", "two", "said"),
     [
-        ([3, 2, 1], [3, 2.002, 1], "they part at step 2: loss by 1.0e-03; step 1 is the last"),
-        ([3, None], [3, 2], "they part at step 2: loss by inf"),
-        ([3, None], [3, None, 1], "equal to the last digit: 2 logged steps, up to 2"),
+        (
+            [3, 2, 1],
+            [3, 2.002, 1],
+            "the runs differ from step 2 on: loss by 1.0e-03; step 1 is identical\n",
+        ),
+        ([3, None], [3, 2], "the runs differ from step 2 on: loss by inf"),
+        ([3, None], [3, None, 1], "all 2 common logged steps are identical, up to step 2"),
     ],
 )
 def test_where_two_runs_part(tmp_path, monkeypatch, capsys, one, two, said):
@@ -214,7 +222,7 @@ def test_where_two_runs_part(tmp_path, monkeypatch, capsys, one, two, said):
 def test_bad_input_of_compare_runs(tmp_path, monkeypatch, capsys):
     one, two = write_run(tmp_path / "one", [1]), write_run(tmp_path / "two", [1], first=5)
     status, said = compare(tmp_path, monkeypatch, capsys, one, two)
-    sentence = "The two runs have logged no step in common: give both one --log-freq.\n"
+    sentence = "The two runs logged no common step: use the same --log-freq for both.\n"
     assert (status, said) == (2, sentence)
     status, said = compare(tmp_path, monkeypatch, capsys, one, "gone")
     assert status == 2 and said.startswith(f"Cannot read {tmp_path / 'gone'}/metrics.jsonl")

@@ -20,9 +20,10 @@ from tokenizers.models import WordLevel
 from torch.distributed import TCPStore
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from common import launch, models, runs
+from common import distributed, models
+from common.checkpoint.trained import load_trained
 from common.cli import InputError
-from common.sources import find_source
+from common.data.sources import find_source
 
 SCRIPT = ROOT / "01-single-gpu/evaluate.py"
 SMALL = ["-s", 32, "--global-batch-size", 6, "--max-steps", 4, "--eval-freq", 4]
@@ -41,7 +42,7 @@ def saved(make_folder) -> Path:
     args = ["-d", folder / "corpus.json", *SMALL, "--save-dir", folder]
     for name, own in RUNS.items():
         assert finish(start([*args, *own, "-e", name])) == 0
-    trained = runs.load_trained(str(folder / "llama"), "llama-tiny", None, None)
+    trained = load_trained(str(folder / "llama"), "llama-tiny", None, None)
     trained.model.save_pretrained(folder / "llama-folder")
     trained.tokenizer.save_pretrained(folder / "llama-folder")
     return folder
@@ -50,7 +51,7 @@ def saved(make_folder) -> Path:
 @pytest.fixture
 def evaluate(monkeypatch, capfd, saved, tmp_path):
     """Return a function that runs the script in this process and returns what it wrote as JSON."""
-    for name in launch.PLACE:  # the script sets them: back to what they were at the end
+    for name in distributed.RANK_VARIABLES:  # the script sets them
         monkeypatch.setenv(name, "0")
         monkeypatch.delenv(name)
 
@@ -112,7 +113,7 @@ def score_the_overlap_twice(script) -> None:
 
 @pytest.mark.parametrize("stride", first_then_slow([1, 5, 31]))
 def test_each_token_has_its_context_and_counts_once(stride, evaluate, saved):
-    trained = runs.load_trained(str(saved / "gpt2"), "gpt2-tiny", None, None)
+    trained = load_trained(str(saved / "gpt2"), "gpt2-tiny", None, None)
     tokens = tokens_of(saved, "evaluation")
     losses = losses_of(trained.model, tokens, 32, stride)
     facts = evaluate("gpt2", "--stride", stride)
@@ -352,7 +353,7 @@ def test_bad_input(evaluate, saved, tmp_path, monkeypatch, capfd):
         monkeypatch.setattr(sys, "argv", ["evaluate.py", *map(str, args)])
         capfd.readouterr()
         with pytest.raises(SystemExit) as exit_:
-            launch.run(load_script(SCRIPT).main)
+            distributed.run(load_script(SCRIPT).main)
         out, err = capfd.readouterr()
         lines = [line for line in err.splitlines() if not line.startswith("tokenized ")]
         assert exit_.value.code == 2 and not out and len(lines) == 1, err
@@ -366,9 +367,9 @@ def test_bad_input(evaluate, saved, tmp_path, monkeypatch, capfd):
     assert "There is no data set at '/nope.txt'" in refuse(run, "-d", "/nope.txt")
     assert "has no text column 'text'" in refuse(saved / "gpt2", "-d", csv(tmp_path))
     (tmp_path / "short.txt").write_text("A few words.")
-    assert "smaller than one block of 32 tokens" in refuse(run, "-d", tmp_path / "short.txt")
+    assert "shorter than one sequence of 32 tokens" in refuse(run, "-d", tmp_path / "short.txt")
     (tmp_path / "thesis").write_text("the only copy")
-    assert "thesis exists already" in refuse(run, *data, "--output", tmp_path / "thesis")
+    assert "thesis already exists" in refuse(run, *data, "--output", tmp_path / "thesis")
     assert "cannot be written" in refuse(run, *data, "--output", tmp_path / "nope/facts.json")
     assert (tmp_path / "thesis").read_text() == "the only copy"
 

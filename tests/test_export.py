@@ -21,9 +21,9 @@ from torch.distributed.fsdp import fully_shard
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from common import launch, models, record
-from common.checkpoint import save_checkpoint
-from common.record import describe_model
+from common import distributed, models
+from common.checkpoint import manifest, save_checkpoint
+from common.checkpoint.manifest import describe_model
 
 SCRIPT = ROOT / "04-fsdp/export.py"
 SMALL = ["-s", 32, "--global-batch-size", 6, "--max-steps", 4, "--ckpt-freq", 2]
@@ -104,7 +104,7 @@ def refuse(monkeypatch, capfd, tmp_path):
         monkeypatch.setattr(sys, "argv", ["export.py", *map(str, args)])
         capfd.readouterr()
         with pytest.raises(SystemExit) as exit_:
-            launch.run(load_script(SCRIPT).main)
+            distributed.run(load_script(SCRIPT).main)
         out, err = capfd.readouterr()
         assert exit_.value.code == 2 and not out, err
         assert len(err.splitlines()) == 1 and err.endswith(".\n"), err
@@ -326,8 +326,8 @@ def test_bad_input(runs, refuse, tmp_path):
     assert "is the name of a preset" in refuse(runs / "gpt2", "gpt2-tiny")
     target.mkdir()
     (target / "thesis.txt").write_text("the only copy")
-    assert f"{target} exists already" in refuse(runs / "gpt2", target)
-    assert "exists already" in refuse(runs / "gpt2", target / "thesis.txt")
+    assert f"{target} already exists" in refuse(runs / "gpt2", target)
+    assert "already exists" in refuse(runs / "gpt2", target / "thesis.txt")
     assert "File exists" in refuse(runs / "gpt2", target / "thesis.txt" / "model")
 
 
@@ -337,7 +337,7 @@ def test_a_size_that_is_none(size, runs, monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(sys, "argv", argv)
     with pytest.raises(SystemExit) as exit_:
         load_script(SCRIPT).main()
-    assert exit_.value.code == 2 and "is no size such as" in capsys.readouterr().err
+    assert exit_.value.code == 2 and "is not a size such as" in capsys.readouterr().err
 
 
 def test_damaged_runs(runs, export, refuse, tmp_path):
@@ -366,10 +366,10 @@ def test_what_stops_the_reading(runs, refuse, export, tmp_path, monkeypatch):
     """A run that goes on deletes old checkpoints; Ctrl-C stays Ctrl-C."""
     run, target = tmp_path / "run", tmp_path / "model"
     shutil.copytree(runs / "gpt2", run)
-    monkeypatch.setattr(record, "measure_file", lambda file, _: measures[file.name])
+    monkeypatch.setattr(manifest, "measure_file", lambda file, _: measures[file.name])
     measures = json.loads((run / "state.json").read_text())["checkpoints"][-1]["files"]
     next(run.glob("checkpoints/step-00000004/*.distcp")).unlink()
-    assert "cannot be read (No such file or directory): if the run went" in refuse(run, target)
+    assert "cannot be read (No such file or directory): if the run has" in refuse(run, target)
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt

@@ -18,9 +18,9 @@ from runner import finish, start
 from test_parity import Ladder, Run, assert_parity
 from transformers import AutoModelForCausalLM, DataCollatorForLanguageModeling
 
-from common import launch, models
-from common.data import load_blocks
-from common.tables import is_held_out
+from common import distributed, models
+from common.data import load_sequences
+from common.data.sources import is_held_out
 
 sys.path.append(str(ROOT / "tests/benchmarks"))
 import packing
@@ -154,7 +154,7 @@ def test_the_columns_that_are_text(hub, tokenizer):
     """Of squad the contexts, with its own validation split; of alpaca the whole dialogue."""
 
     def read(*args: object) -> list[str]:
-        parts = load_blocks(arguments(*args), tokenizer, 16)
+        parts = load_sequences(arguments(*args), tokenizer, 16)
         return [tokenizer.decode(part.tokens.reshape(-1).tolist()) for part in parts]
 
     train, evaluation = read(hub / "squad", "context")
@@ -345,5 +345,5 @@ def test_from_a_run_to_its_fine_tune(corpus, hub, tmp_path, monkeypatch):
     assert loss["tuned"] < loss["before"] - 0.1
     monkeypatch.setattr(sys, "argv", ["train_llm.py", "--pretrained", "-m", "gpt2-tiny"])
     with pytest.raises(SystemExit) as exit_:
-        launch.run(load_script(ROOT / "01-single-gpu/train_llm.py").main)
+        distributed.run(load_script(ROOT / "01-single-gpu/train_llm.py").main)
     assert exit_.value.code == 2

@@ -20,8 +20,8 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader
 from transformers import GPT2LMHeadModel
 
-from common import launch
-from common.data import load_blocks
+from common import distributed
+from common.data import load_sequences
 from common.models import load_tokenizer
 
 LENGTH, GLOBAL_BATCH, MICRO_BATCH = 16, 6, 2
@@ -105,7 +105,7 @@ def small_model(folder: Path, layers: int) -> Path:
 
 def be_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Be one process that no launcher has started, and let no script change that for others."""
-    for name, value in launch.ALONE.items():
+    for name, value in distributed.SINGLE_PROCESS.items():
         monkeypatch.setenv(name, value)
 
 
@@ -144,7 +144,7 @@ def blocks_of(table: Path) -> torch.Tensor:
     args = argparse.Namespace(
         dataset_name=str(table), dataset_subset=None, text_column="body", num_workers=0
     )
-    train_data, _ = load_blocks(args, load_tokenizer("gpt2-tiny"), LENGTH)
+    train_data, _ = load_sequences(args, load_tokenizer("gpt2-tiny"), LENGTH)
     return torch.stack([train_data[index]["input_ids"] for index in range(len(train_data))])
 
 
@@ -214,7 +214,7 @@ BUGS = {
     "log": ('state["step"] % args.log_freq', 'state["step"] % 1', "the logged steps"),
     "evaluation": ('state["step"] % args.eval_freq', 'state["step"] % 200', "the evaluated steps"),
     "checkpoints": ('state["step"] % args.ckpt_freq', 'state["step"] % 50', "the checkpoints"),
-    "kept": ("training, args.keep_checkpoints", "training, 2", "the checkpoints"),
+    "kept": ("settings, args.keep_checkpoints", "settings, 2", "the checkpoints"),
     "tokens": ("timers.read(args.global_batch_size", "timers.read(micro_batch_size", "the tokens"),
 }
 
@@ -278,7 +278,7 @@ def check_sharding(train, corpus, tmp_path, monkeypatch) -> Callable[[Path | str
         resharded = [options["reshard_after_forward"] for options in blocks]
         assert resharded == [False] * 3, f"resharded is {resharded}"
         for _, options in seen["shard"]:
-            policy = options["offload_policy"]
+            policy = options.get("offload_policy")
             assert isinstance(policy, fsdp.CPUOffloadPolicy), f"the offload is {policy}"
             if reduced:
                 dtype = options["mp_policy"].reduce_dtype
@@ -299,7 +299,11 @@ def test_every_flag_of_sharding_is_heard(chapter, check_sharding):
 
 SHARDING_BUGS = {
     "reshard": ("=args.reshard_after_forward", "=True", "resharded is"),
-    "offload": ("offload if args.cpu_offload else", "", "the offload is"),
+    "offload": (
+        "if args.cpu_offload:\n        sharding",
+        "if False:\n        sharding",
+        "the offload is",
+    ),
     "reduce dtype": ("args.reduce_dtype or args.param_dtype", "args.param_dtype", "the sums are"),
     "reduce": ("last_backward or args.reduce_every_backward", "last_backward", "the gradients are"),
     "prefetch": ("i + 1 : i + 1 + args.prefetch", "i + 1 : i + 2", "gathered ahead are"),

@@ -23,7 +23,7 @@ from conftest import ROOT, read_metrics, run_script
 from runner import ask_ranks, load_script
 from transformers import AutoModelForCausalLM
 
-from common import launch, models
+from common import distributed, models
 
 CHAPTER = ROOT / "05-mixed-precision"
 RECORDED = CHAPTER / "recorded"
@@ -53,7 +53,7 @@ def say(monkeypatch, capsys) -> Callable:
         path = CHAPTER / f"{name}.py"
         monkeypatch.setattr(sys, "argv", [str(path), *map(str, args)])
         with pytest.raises(SystemExit) as ended:
-            launch.run(load_script(path).main)
+            distributed.run(load_script(path).main)
         out, err = capsys.readouterr()
         return ended.value.code, out.splitlines(), err
 
@@ -122,17 +122,17 @@ def test_figures_are_those_that_the_script_draws(tmp_path, say):
     [
         (
             ("formats", "--figures", "/nowhere"),
-            "--figures /nowhere is no folder: make it first.",
+            "--figures /nowhere is not a folder: create it first.",
         ),
         (("loss_scaling", "gone.py"), "There is no script gone.py: give the path of one"),
         (("stochastic_rounding", "gone.py"), "There is no script gone.py: give the path of one"),
         (
             ("stochastic_rounding", CHAPTER / "train_llm.py", "--precision", "fp16"),
-            "Only weights in bfloat16 are rounded: give --param-dtype bfloat16.",
+            "Stochastic rounding needs bfloat16 weights: give --param-dtype bfloat16.",
         ),
         (
             ("stochastic_rounding", CHAPTER / "train_llm.py", "bfloat16", "--hsdp"),
-            "Ranks would round their copies of a weight apart: shard over all.",
+            "would round its copy of a weight differently: use chapter 4 or 5 without --hsdp.",
         ),
         (("compression", "--steps", 5), "'5' is not a whole number from 12"),
     ],
@@ -217,7 +217,7 @@ def test_errors_of_sums_are_those_of_the_results(tmp_path):
     results = json.loads((RESULTS / "reduction.json").read_text())["results"]
     script = load("reduction", tmp_path)
     lines = recorded("reduction")
-    assert all("bit by bit that of ring_sum" in line for line in lines[:6])
+    assert all("bit-identical to ring_sum" in line for line in lines[:6])
     assert all(row["as_ring"] for row in results["measured"].values())
     for row, expected, line in zip(script.simulate(), results["rows"], lines[8:], strict=False):
         assert list(row)[2:] == list(expected)[2:]
@@ -441,8 +441,8 @@ def test_the_chapter_s_script_with_a_scale_too_high(tmp_path, corpus):
     )
     options += ("-d", corpus, "--save-dir", tmp_path, "-e", "run", "--log-freq", 1)
     done = run_script(
-        CHAPTER / "loss_scaling.py",
-        *(script, "--precision", "fp16", "--max-steps", 20, "--log-changed", *options),
+        *(CHAPTER / "log_changed.py", CHAPTER / "loss_scaling.py"),
+        *(script, "--precision", "fp16", "--max-steps", 20, *options),
     )
     assert done.returncode == 0, done.stderr
     norms = check_scales(done.stderr)
@@ -450,8 +450,9 @@ def test_the_chapter_s_script_with_a_scale_too_high(tmp_path, corpus):
     assert {math.isfinite(norm) for norm in norms} == {True, False}
     for line, norm in zip(read_metrics(tmp_path / "run"), norms, strict=True):
         assert (line["share_changed"] > 0) == math.isfinite(norm)
-    again = f"python {CHAPTER / 'loss_scaling.py'} {script} --precision fp16 --max-steps 20"
-    assert f"to go on with it after a stop: {again}" in done.stderr
+    wrappers = f"{CHAPTER / 'log_changed.py'} {CHAPTER / 'loss_scaling.py'}"
+    again = f"python {wrappers} {script} --precision fp16 --max-steps 20"
+    assert f"to resume it after a stop: {again}" in done.stderr
 
 
 # --- rounding at random ---
@@ -596,14 +597,15 @@ def test_the_recorded_stall():
 def test_the_chapter_s_script_with_random_rounding(tmp_path, corpus):
     """The first step changes more weights than rounding to nearest lets through: 10%."""
     options = ("-s", 16, "-b", 1, "--global-batch-size", 1, "-d", corpus, "--save-dir", tmp_path)
-    options += ("--max-steps", 3, "--param-dtype", "bfloat16", "--lr", 3e-5, "--log-changed")
+    options += ("--max-steps", 3, "--param-dtype", "bfloat16", "--lr", 3e-5)
     options += ("--log-freq", 1, "--warmup-steps", 0, "-e", "run")
     script = "05-mixed-precision/train_llm.py"
-    done = run_script(CHAPTER / "stochastic_rounding.py", script, *options)
+    wrappers = (CHAPTER / "log_changed.py", CHAPTER / "stochastic_rounding.py")
+    done = run_script(*wrappers, script, *options)
     assert done.returncode == 0, done.stderr
     assert 0.15 < read_metrics(tmp_path / "run")[0]["share_changed"] < 0.5
-    again = f"python {CHAPTER / 'stochastic_rounding.py'} {script} -s 16 -b 1"
-    assert f"to go on with it after a stop: {again}" in done.stderr
+    again = f"python {wrappers[0]} {wrappers[1]} {script} -s 16 -b 1"
+    assert f"to resume it after a stop: {again}" in done.stderr
 
 
 # --- planted bugs ---

@@ -24,8 +24,11 @@ from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
-from common import models, precision
+from common import models
 from common.cli import InputError
+
+sys.path.append(str(ROOT / "05-mixed-precision"))
+from common import precision
 
 TORCHAO = ROOT / ".venv/torchao"
 CHAPTER = "05-mixed-precision"
@@ -151,9 +154,9 @@ def convert() -> dict:
     answers["mixed"] = (count, [type(layer).__name__ for layer in mixed.values()])
     for name in MODELS:
         model = models.AutoModelForCausalLM.from_config(models.load_config(name))
-        count = precision.convert_to_fp8(models.find_blocks(model), 16)
+        count = precision.convert_to_fp8(models.find_layers(model), 16)
         output = type(model.get_output_embeddings()).__name__
-        answers[name] = (count, len(models.find_blocks(model)), output)
+        answers[name] = (count, len(models.find_layers(model)), output)
     return answers
 
 
@@ -161,7 +164,7 @@ def test_which_layers_are_converted(layers):
     """A side of 24 is no multiple of 16; parameters stay the same ones, with their names."""
     answers = layers[1]
     assert answers[64] == (2, True, ["Float8Linear", "GELU", "Float8Conv1D", "LayerNorm"])
-    assert answers[24] == "The model has no layers that --precision fp8 can multiply in fp8."
+    assert answers[24] == "--precision fp8 cannot be used: no layer of this model supports fp8."
     assert answers["mixed"] == (1, ["Linear", "Float8Linear"])
     assert answers["gpt2-tiny"] == (4 * answers["gpt2-tiny"][1], 2, "Linear")
     assert answers["llama-tiny"] == (7 * answers["llama-tiny"][1], 2, "Linear")
@@ -197,7 +200,7 @@ def convert_nothing(blocks: list[nn.Module], seq_length: int) -> int:
 LATER = ("01-single-gpu", "04-fsdp", CHAPTER)
 
 
-class Trained:
+class TrainedModel:
     """Runs of a model on 2 ranks, all in one start, and then what goes on with copies of them."""
 
     def __init__(self, folder: Path, model: str) -> None:
@@ -236,8 +239,8 @@ class Trained:
 
 
 @pytest.fixture(scope="module", params=["gpt2-tiny", "llama-tiny"])
-def trained(request, make_folder) -> Trained:
-    return Trained(make_folder("fp8"), request.param)
+def trained(request, make_folder) -> TrainedModel:
+    return TrainedModel(make_folder("fp8"), request.param)
 
 
 def assert_near_but_other(found: list[float], right: list[float]) -> None:
@@ -298,7 +301,7 @@ def compile_block(rank: int, name: str, queue) -> None:
     )
     ids = torch.arange(64).view(2, 32)
     outputs = [model(input_ids=ids).logits]
-    blocks = models.find_blocks(model)
+    blocks = models.find_layers(model)
     precision.convert_to_fp8(blocks, 16)
     outputs.append(model(input_ids=ids).logits)
     for block in blocks:

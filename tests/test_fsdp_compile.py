@@ -6,12 +6,12 @@ import pytest
 import torch
 from test_parity import plant
 
-from common.launch import ALONE
+from common.distributed import SINGLE_PROCESS
 
 # Compiled with the hooks that gather its weights, a block that recomputes is left as it was.
 WITH_HOOKS = (
-    "            block.forward = torch.compile(block.forward)",
-    "            block.compile()",
+    "            layer.forward = torch.compile(layer.forward)",
+    "            layer.compile()",
 )
 COMPILE = torch.compile
 LOSS = ("        model.loss_function = torch.compile(model.loss_function)", "        pass")
@@ -19,7 +19,7 @@ LOSS = ("        model.loss_function = torch.compile(model.loss_function)", "   
 
 def graphs(train, monkeypatch, chapter: str, mode: str) -> int:
     """Return how many graphs a run of one step was compiled to."""
-    for name, value in ALONE.items():  # restored afterwards
+    for name, value in SINGLE_PROCESS.items():  # restored afterwards
         monkeypatch.setenv(name, value)
     # Graphs are counted; to make kernels of them takes a minute.
     monkeypatch.setattr(torch, "compile", functools.partial(COMPILE, backend="eager"))
@@ -44,6 +44,6 @@ def test_blocks_and_the_loss_are_compiled(train, monkeypatch, mode):
     ids=["hooks", "loss", "both"],
 )
 def test_planted_what_is_not_compiled(train, monkeypatch, tmp_path, planted, left):
-    """Blocks alike are one graph in training and one in evaluation, and so is the loss."""
+    """Sequences alike are one graph in training and one in evaluation, and so is the loss."""
     chapter = plant("04-fsdp", tmp_path / "chapter", planted)
     assert graphs(train, monkeypatch, str(chapter), "full") == left

@@ -23,9 +23,9 @@ from transformers import (
     RepetitionPenaltyLogitsProcessor,
 )
 
-from common import launch, models, runs
-from common.checkpoint import save_checkpoint
-from common.record import describe_model, measure_file
+from common import distributed, models
+from common.checkpoint import save_checkpoint, trained
+from common.checkpoint.manifest import describe_model, measure_file
 
 SCRIPT = ROOT / "01-single-gpu/generate.py"
 NAMES = ["gpt2-tiny", "llama-tiny"]
@@ -186,7 +186,7 @@ def test_a_batch_gives_the_texts_of_one_at_a_time(name, ask, saved, monkeypatch)
     single = ask(*args, "-b", 1)
     assert any(each["new_tokens"] < 64 for each in single), "one comes to its end"
     assert ask(*args, "-b", 5) == ask(*args, "-b", 2) == single
-    # Kept by monkeypatch, which puts it back after the plants.
+    # SavedCheckpoint by monkeypatch, which puts it back after the plants.
     monkeypatch.setattr(
         PreTrainedModel, "set_attn_implementation", PreTrainedModel.set_attn_implementation
     )
@@ -292,21 +292,21 @@ def test_a_checkpoint_that_goes_while_it_is_read(generate, tmp_path, monkeypatch
             shutil.rmtree(run / "checkpoints/step-00000003")
         return read(file, expected)
 
-    monkeypatch.setattr(runs.record, "measure_file", go_on)
+    monkeypatch.setattr(trained.manifest, "measure_file", go_on)
     assert generate(run, "-p", "def").err.startswith("step 5 of ")
     deleted.clear()
     (run / "checkpoints/step-00000005/.metadata").unlink()
-    monkeypatch.setattr(runs.record, "measure_file", read)
+    monkeypatch.setattr(trained.manifest, "measure_file", read)
     assert "step-00000005/.metadata is damaged" in refuse_here(generate, run, "-p", "def")
 
 
 @pytest.mark.parametrize("lost", [None, ".metadata", "__0_0.distcp"])
 def test_a_checkpoint_that_goes_behind_the_check(lost, generate, tmp_path, monkeypatch):
     """PyTorch misses a file that was there when the files were checked."""
-    run, check = tmp_path / "run", runs.check_files
+    run, check = tmp_path / "run", trained.check_files
     save_run(run, "gpt2-tiny", random_model("gpt2-tiny"), 3)
 
-    def go_on(kept: runs.Kept) -> None:
+    def go_on(kept: trained.SavedCheckpoint) -> None:
         check(kept)
         if kept.step == 3:
             save_run(run, "gpt2-tiny", other_model("gpt2-tiny"), 5)
@@ -314,16 +314,18 @@ def test_a_checkpoint_that_goes_behind_the_check(lost, generate, tmp_path, monke
         elif lost:
             (kept.path / lost).unlink()
 
-    monkeypatch.setattr(runs, "check_files", go_on)
+    monkeypatch.setattr(trained, "check_files", go_on)
     if lost:
         said = refuse_here(generate, run, "-p", "def")
-        assert "step-00000005 cannot be read (" in said and said.endswith("start this once more.")
+        assert "step-00000005 cannot be read (" in said and said.endswith(
+            "start the same command again."
+        )
     else:
         assert generate(run, "-p", "def").err.startswith("step 5 of ")
 
 
 def refuse_here(generate, *args: object) -> str:
-    with pytest.raises(runs.InputError) as error:
+    with pytest.raises(trained.InputError) as error:
         generate(*args)
     return str(error.value)
 
@@ -401,7 +403,7 @@ def refuse(generate, monkeypatch, capfd):
         monkeypatch.setattr(sys, "stdin", io.StringIO("def\n"))
         capfd.readouterr()
         with pytest.raises(SystemExit) as exit_:
-            launch.run(load_script(SCRIPT).main)
+            distributed.run(load_script(SCRIPT).main)
         out, err = capfd.readouterr()
         assert exit_.value.code == 2 and not out, err
         *said, sentence = err.splitlines()
@@ -433,7 +435,7 @@ def test_bad_input(refuse, saved, tmp_path):
     (tmp_path / "latin.txt").write_bytes(b"Stra\xdfe")
     assert "cannot be read: 'utf-8' codec" in refuse(run, "--prompts", tmp_path / "latin.txt")
     (tmp_path / "thesis").write_text("the only copy")
-    assert "thesis exists already" in refuse(run, "--output", tmp_path / "thesis")
+    assert "thesis already exists" in refuse(run, "--output", tmp_path / "thesis")
     assert "cannot be written" in refuse(run, "--output", tmp_path / "nope/texts.jsonl")
     (tmp_path / "prompts").write_text(f"def\n{text}\n")
     refuse(run, "--prompts", tmp_path / "prompts", "--output", tmp_path / "texts.jsonl")

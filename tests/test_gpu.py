@@ -20,13 +20,14 @@ from test_parity import Ladder, Run, plant, selected_runs
 from test_portable import full
 from test_resume import assert_same_tensors
 from test_resume_ranks import children, tensors
+from torch.distributed._state_dict_utils import _copy_state_dict, _create_cpu_state_dict
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves, tree_map
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from common import async_checkpoint
-from common.attention import causal_attention
-from common.launch import ALONE
+from common.checkpoint import asynchronous
+from common.distributed import SINGLE_PROCESS
+from common.models import causal_attention
 from common.precision import FP8_CAPABILITY
 
 SCRIPT = "01-single-gpu/train_llm.py"
@@ -64,7 +65,7 @@ def test_first_20_losses_agree_with_the_cpu(tmp_path, args):
 )
 def test_no_step_waits_for_the_gpu(train, monkeypatch, chapter):
     """Between two log lines nothing synchronises; PyTorch raises an error if anything does."""
-    for name, value in ALONE.items():  # restored afterwards
+    for name, value in SINGLE_PROCESS.items():  # restored afterwards
         monkeypatch.setenv(name, value)
     steps = 0
 
@@ -134,7 +135,7 @@ def check_asynchronous_checkpoints(train, monkeypatch, folder, late: str) -> Non
     which the GPU is busy for longer. It comes after the random state, for which the host pins
     memory at each save, and waits for the GPU: that would hide what the copy has not waited for.
     """
-    collect, write = async_checkpoint.collect_content, async_checkpoint.write_content
+    collect, write = asynchronous.collect_content, asynchronous.write_content
     held, last = {}, []
 
     def note(*args: object) -> dict:
@@ -145,21 +146,21 @@ def check_asynchronous_checkpoints(train, monkeypatch, folder, late: str) -> Non
         last[:] = [moments[-1].to_local().untyped_storage().data_ptr()]
         return content
 
-    def copy_late(storage: object, source: object, non_blocking: bool = False) -> object:
-        if late == "copying" and source.data_ptr() in last:
+    def copy_late(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False):
+        if late == "copying" and source.is_cuda and source.data_ptr() in last:
             torch.cuda._sleep(2 * 10**9)  # cycles: a second
-        return copy(storage, source, non_blocking)
+        return copy(target, source, non_blocking)
 
     def write_late(*args: object) -> None:
         if late == "writing":
             time.sleep(0.5)
         write(*args)
 
-    copy = torch.UntypedStorage.copy_
-    monkeypatch.setattr(torch.UntypedStorage, "copy_", copy_late)
-    monkeypatch.setattr(async_checkpoint, "collect_content", note)
-    monkeypatch.setattr(async_checkpoint, "write_content", write_late)
-    for name, value in ALONE.items():
+    copy = torch.Tensor.copy_
+    monkeypatch.setattr(torch.Tensor, "copy_", copy_late)
+    monkeypatch.setattr(asynchronous, "collect_content", note)
+    monkeypatch.setattr(asynchronous, "write_content", write_late)
+    for name, value in SINGLE_PROCESS.items():
         monkeypatch.setenv(name, value)
     saves = ("--max-steps", 20, "--ckpt-freq", 5, "--keep-checkpoints", 9, "--async-checkpoint")
     train(*saves, name="run", chapter="04-fsdp")
@@ -174,17 +175,20 @@ def test_asynchronous_checkpoints_are_of_their_step(train, tmp_path, monkeypatch
     check_asynchronous_checkpoints(train, monkeypatch, tmp_path, late)
 
 
-PLANTED_COPIES = {
-    "writing": not_copied,
-    "copying": lambda self, content: self._stager.stage(content, non_blocking=True),
-}
+def copied_without_waiting(self, content: dict) -> dict:
+    tensors = {name: content[name] for name in ("model", "optimizer", "state")}
+    copies = _create_cpu_state_dict(tensors, pin_memory=True)
+    return {**content, **_copy_state_dict(tensors, copies, non_blocking=True)}
+
+
+PLANTED_COPIES = {"writing": not_copied, "copying": copied_without_waiting}
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("late", PLANTED_COPIES)
 def test_planted_tensors_that_nobody_waited_for_are_noticed(train, tmp_path, monkeypatch, late):
     """Not copied at all, or read by the thread while the GPU still copies."""
-    monkeypatch.setattr(async_checkpoint.AsyncCheckpoints, "_copy", PLANTED_COPIES[late])
+    monkeypatch.setattr(asynchronous.AsyncCheckpoints, "_copy", PLANTED_COPIES[late])
     with pytest.raises(AssertionError, match=r"\.(model|optimizer)\."):
         check_asynchronous_checkpoints(train, monkeypatch, tmp_path, late)
 
@@ -358,8 +362,16 @@ def test_an_overflow_on_one_gpu_makes_all_skip(tmp_path, args):
     overflow = 'loss = loss * (float("inf") if rank == 1 and state["step"] == 4 else 1.0)'
     planted = [(where, f"                {overflow}\n{where}")]
     script = plant("05-mixed-precision", tmp_path / "chapter", planted) / "train_llm.py"
-    words = ("--precision", "fp16", "--log-changed", *args)
-    metrics = losses_of(tmp_path, "overflow", *TORCHRUN, 2, script, *words)
+    words = ("--precision", "fp16", *args)
+    metrics = losses_of(
+        tmp_path,
+        "overflow",
+        *TORCHRUN,
+        2,
+        ROOT / "05-mixed-precision/log_changed.py",
+        script,
+        *words,
+    )
     scales = [line["loss_scale"] for line in metrics]
     assert scales[4] == scales[3] / 2 and set(scales[4:]) == {scales[4]}
     assert [line["share_changed"] == 0 for line in metrics] == [n == 4 for n in range(20)]

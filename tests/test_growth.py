@@ -1,5 +1,6 @@
 """05-mixed-precision/growth.py: its formulas by hand, its check, and what the page shows of it."""
 
+import json
 import math
 import sys
 from dataclasses import replace
@@ -132,8 +133,8 @@ def test_most_gpus_keep_a_sequence_each():
 )  # fmt: skip
 def test_parameters_of_a_preset(name, blocks, block, late, whole):
     work = growth.work_of("ddp", name, 1024, 1024, 1.0, 2.0, 0.1)
-    assert (work.blocks, work.block, work.late) == (blocks, block, late)
-    assert work.blocks * work.block + work.root == whole
+    assert (work.layers, work.layer, work.embedding) == (blocks, block, late)
+    assert work.layers * work.layer + work.root == whole
 
 
 # --- planted bugs ---
@@ -162,10 +163,10 @@ TESTS = [
         ("calls * min(ring, tree)", "min(ring, tree)"),
         ("min(ring, tree)", "ring"),
         ("max(0.0, sent - hidden)", "sent"),
-        (" + all_reduce(4 * work.late, n, cluster)", ""),
-        ("(work.blocks - 1) / work.blocks", "1"),
+        (" + all_reduce(4 * work.embedding, n, cluster)", ""),
+        ("(work.layers - 1) / work.layers", "1"),
         ("gather + scatter - share", "gather - share"),
-        ("1 - 6 * work.late / work.flops", "1"),
+        ("1 - 6 * work.embedding / work.flops", "1"),
         ("return root + gather", "return root"),
         ('n if work.strategy == "fsdp" else 1', "1"),
         ("wait * (n > 1)", "wait"),
@@ -193,21 +194,25 @@ def test_planted_bug(right, wrong, tmp_path, monkeypatch):
 # --- the check and the page ---
 
 
+def read_inputs() -> dict:
+    return json.loads((ROOT / "05-mixed-precision/growth.json").read_text())
+
+
 def test_the_committed_file_is_of_todays_formulas_and_files():
-    found = report.content(ROOT / report.result("growth"))
+    found, inputs = report.content(ROOT / report.result("growth")), read_inputs()
     cluster = growth.Cluster(growth_check.measured_bus())
-    assert found["inputs"]["bus"] == pytest.approx(cluster.bus)
+    assert inputs["bus"] == pytest.approx(cluster.bus)
     stale = f"run python tests/benchmarks/growth_check.py --output {report.result('growth')}"
     for row, now in zip(found["checks"], growth_check.checks(cluster), strict=True):
         assert row == pytest.approx(now), stale
-    now = growth_check.paper(cluster.bus, found["inputs"]["works"])
+    now = growth_check.paper(cluster.bus, inputs["works"])
     for row, each in zip(found["paper"], now, strict=True):
         assert row == pytest.approx(each), stale
     for title, each in growth_check.works().items():
-        kept = found["inputs"]["works"][title]
+        kept = inputs["works"][title]
         assert kept["work"] == pytest.approx(each["work"]), stale
         assert kept["from"] == each["from"], stale
-    assert found["limits"] == growth_check.limits(cluster.bus, found["inputs"]["works"]), stale
+    assert found["limits"] == growth_check.limits(cluster.bus, inputs["works"]), stale
 
 
 @pytest.mark.check
@@ -253,7 +258,7 @@ def test_script_prints_what_the_file_has():
 
 
 def test_figure_is_drawn_from_the_file(tmp_path):
-    inputs = report.content(ROOT / report.result("growth"))["inputs"]
+    inputs = read_inputs()
     chart = tmp_path / "growth.svg"
     growth_check.draw(inputs["bus"], inputs["works"], chart)
     assert ElementTree.fromstring(chart.read_text()).tag.endswith("svg")

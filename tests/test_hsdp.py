@@ -142,25 +142,29 @@ def test_same_training_in_two_dimensions(ladder, nodes, args):
         assert_sharded_within_nodes(ladder.folder / name)
 
 
-MESH = "mesh_dim_names=names, backend_override=backends)\n"
+MESH = 'sharding["mesh"] = distributed.mesh_of_nodes(device)'
 SYNC = "model.set_requires_gradient_sync(last_backward or args.reduce_every_backward)"
 # By name: what must be red, and what is replaced in the script.
 BUGS = {
     "never averaged over nodes": (
         "the loss differ",
-        ('sharding = {"mesh": mesh,', 'sharding = {"mesh": mesh["shard"],'),
+        (MESH, f'{MESH}["shard"]'),
     ),
     "nodes and ranks swapped": (
         "the parts are not where",
-        (MESH, f"{MESH}    mesh = type(mesh)('cpu', mesh.mesh.T, mesh_dim_names=names)\n"),
+        (
+            MESH,
+            "mesh = distributed.mesh_of_nodes(device); names = mesh.mesh_dim_names; "
+            "sharding['mesh'] = type(mesh)('cpu', mesh.mesh.T, mesh_dim_names=names)",
+        ),
     ),
     "one dimension": (
         "is in 4 parts",
-        ("nodes_and_ranks() if args.hsdp", "nodes_and_ranks() if False"),
+        ("if args.hsdp:", "if False:"),
     ),
     "a block without the second sum": (  # FSDP then gives it no gradients at all
         "the loss differ",
-        (SYNC, f"{SYNC}; blocks[0].set_requires_all_reduce(False)"),
+        (SYNC, f"{SYNC}; layers[0].set_requires_all_reduce(False)"),
     ),
 }
 

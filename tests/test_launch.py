@@ -28,9 +28,10 @@ from test_parity import plant
 from test_resume_ranks import children
 from torch.distributed import TCPStore
 
-from common import cli, data, launch
+from common import cli, distributed
 from common.cli import InputError
-from common.plan import plan
+from common.data import token_cache
+from common.distributed import plan
 
 DISTRIBUTED = CHAPTERS[1:]
 MULTI_NODE = CHAPTERS[2:]
@@ -78,7 +79,7 @@ def test_only_rank_0_speaks_and_all_agree_on_its_name(chapter, flags, tmp_path):
 def set_the_clock_by_rank() -> None:
     seconds = 3600 * int(os.environ["RANK"])
     strftime = time.strftime
-    launch.time.strftime = lambda text, when=None: strftime(text, when or time.gmtime(seconds))
+    distributed.time.strftime = lambda text, when=None: strftime(text, when or time.gmtime(seconds))
 
 
 @pytest.mark.parametrize("chapter", first_then_slow(DISTRIBUTED))
@@ -149,14 +150,14 @@ PLACE = {
             "with torchrun, or set what is missing, or unset RANK WORLD_SIZE LOCAL_RANK to train",
         ),
         ({"WORLD_SIZE": "1", "RANK": "1"}, "RANK must be below WORLD_SIZE, counted from 0"),
-        ({**PLACE, "WORLD_SIZE": "two"}, "WORLD_SIZE is 'two', which is no number"),
+        ({**PLACE, "WORLD_SIZE": "two"}, "WORLD_SIZE is 'two', not a number"),
         ({**PLACE, "RANK": "2"}, "RANK must be below WORLD_SIZE"),
     ],
 )
 def test_variables_of_torchrun_that_are_half_set(monkeypatch, place, sentence):
     monkeypatch.setattr(os, "environ", dict(place))
     with pytest.raises(InputError, match=sentence):
-        launch.complete_environment()
+        distributed.prepare_environment()
 
 
 @pytest.mark.parametrize(
@@ -166,14 +167,14 @@ def test_variables_of_torchrun_that_are_half_set(monkeypatch, place, sentence):
 )
 def test_a_world_of_one_needs_no_address(monkeypatch, place):
     monkeypatch.setattr(os, "environ", {**place, "HOME": "/"})
-    launch.complete_environment()
-    assert os.environ == {**launch.ALONE, "HOME": "/"}
+    distributed.prepare_environment()
+    assert os.environ == {**distributed.SINGLE_PROCESS, "HOME": "/"}
 
 
 def test_a_world_of_one_keeps_its_address(monkeypatch):
     place = {**PLACE, "WORLD_SIZE": "1", "MASTER_ADDR": "node1"}
     monkeypatch.setattr(os, "environ", dict(place))
-    launch.complete_environment()
+    distributed.prepare_environment()
     assert os.environ == place
 
 
@@ -247,7 +248,7 @@ def test_plan_of_a_launch_file(monkeypatch, tmp_path):
     assert plan([])[2:] == (4, 2)
     for wrong in ("gpu", "0"):
         monkeypatch.setenv("NPROC_PER_NODE", wrong)
-        with pytest.raises(InputError, match="which is no number of processes"):
+        with pytest.raises(InputError, match="which is not a number of processes"):
             plan([])
 
 
@@ -270,18 +271,18 @@ def test_a_run_on_one_node_needs_no_name(monkeypatch):
 )
 def test_what_is_no_number_of_nodes(monkeypatch, nodes):
     monkeypatch.setenv("NNODES", nodes)
-    with pytest.raises(InputError, match=f"^NNODES is '{nodes}', which is no number of nodes"):
+    with pytest.raises(InputError, match=f"^NNODES is '{nodes}', which is neither a number"):
         plan(["-e", "run"])
 
 
 def test_a_plan_that_fails_is_one_sentence():
-    done = run_script("-m", "common.plan", "-e", "run", NNODES="two")
-    sentence = "NNODES is 'two', which is no number of nodes, and not MIN:MAX.\n"
+    done = run_script("-m", "common.distributed", "-e", "run", NNODES="two")
+    sentence = "NNODES is 'two', which is neither a number of nodes nor MIN:MAX.\n"
     assert (done.returncode, done.stdout, done.stderr) == (2, "", sentence)
 
 
 ARGV = ["dir/train_llm.py", "-e", "run", "--max-steps", "9"]
-AS_YOU_DID = "start it once more as you did, with -e run"
+AS_YOU_DID = "start it again in the same way, with -e run"
 
 
 @pytest.mark.parametrize(
@@ -311,13 +312,13 @@ AS_YOU_DID = "start it once more as you did, with -e run"
 )
 def test_how_to_go_on(monkeypatch, place, command):
     """Of several nodes a process sees its own alone: the whole command is its launch file's."""
-    monkeypatch.setattr(launch, "_how_to_go_on", "")
+    monkeypatch.setattr(distributed, "_resume_command", "")
     monkeypatch.setattr(sys, "argv", ARGV)
     for name in ("TORCHELASTIC_RUN_ID", "LOCAL_WORLD_SIZE", "WORLD_SIZE", "LAUNCH_COMMAND"):
         monkeypatch.delenv(name, raising=False)
     for name, value in place.items():
         monkeypatch.setenv(name, value)
-    opening, _, found = launch.how_to_go_on("run").partition(": ")
+    opening, _, found = distributed.resume_command("run").partition(": ")
     assert opening == "to go on with it after a stop"
     python = f"{sys.executable} ".replace(f"{Path.cwd()}/", "")
     assert found.removeprefix(python) == command
@@ -358,6 +359,10 @@ def test_each_way_to_start_the_ranks(chapter, flags, tmp_path):
         assert [line["loss"] for line in read_metrics(tmp_path / run)] == expected, name
 
 
+def ask_srun_first() -> None:
+    distributed.LAUNCHERS = distributed.LAUNCHERS[::-1]
+
+
 def start_each(args: list[object], places: list[dict], chapter: object, **options) -> list[int]:
     processes = []
     for rank, place in enumerate(places):
@@ -368,11 +373,10 @@ def start_each(args: list[object], places: list[dict], chapter: object, **option
 
 def test_the_outer_launcher_is_not_believed(flags, tmp_path):
     """The planted bug asks srun first: both processes think that they are alone, in one folder."""
-    order = ("in (TORCHRUN, MPIRUN, SRUN)", "in (SRUN, TORCHRUN, MPIRUN)")
-    chapter = plant(MULTI_NODE[0], tmp_path / "chapter", [order])
     places = environments(2, *STARTED_BY["mpirun under srun"])
     files = [str(tmp_path / f"stderr-{rank}") for rank in range(2)]
-    assert 0 in start_each([*flags, "-e", "run"], places, chapter, stderr_file=files)
+    options = {"stderr_file": files, "plant": ask_srun_first}
+    assert 0 in start_each([*flags, "-e", "run"], places, MULTI_NODE[0], **options)
     said = "".join(Path(file).read_text() for file in files)
     assert "6 sequences x 1 device x 1 micro-batch" in said
 
@@ -406,7 +410,7 @@ def test_a_wrong_argument_under_srun_is_said_once(chapter, flags, tmp_path):
     assert "argument --seed: 'x' is not a whole number" in said[0].splitlines()[-1]
     assert said[1] == ""
     # The planted bug reads the arguments before it knows the rank.
-    first = "    # torchrun first:"
+    first = "    # Sets RANK and the like"
     early = plant(chapter, tmp_path / "chapter", [(first, f"    get_args()\n{first}")])
     said = argument_error_of_each_rank(early, flags, tmp_path)
     assert said[0] == said[1] != ""
@@ -423,14 +427,14 @@ def test_an_error_of_another_rank_alone_is_said_by_it(flags, tmp_path):
 
 
 def fail_on_rank_1() -> None:
-    original = data.find_source
+    original = token_cache.find_source
 
     def find_source(*args: object):
         if os.environ["RANK"] == "1":
             raise InputError("The disk of this node is full.")
         return original(*args)
 
-    data.find_source = find_source
+    token_cache.find_source = find_source
 
 
 TIMEOUT = 5  # seconds, of the process group
@@ -439,7 +443,7 @@ PREPARATION = 9  # seconds
 
 def prepare_slowly() -> None:
     """Tokenizing takes longer than a rank may wait in a collective; each time is noted."""
-    original = data.pack_documents
+    original = token_cache.pack_documents
 
     def pack_documents(path: Path, *args: object) -> None:
         if path.name == "train":
@@ -448,7 +452,7 @@ def prepare_slowly() -> None:
             time.sleep(PREPARATION)
         original(path, *args)
 
-    data.pack_documents = pack_documents
+    token_cache.pack_documents = pack_documents
 
 
 def run_with_slow_preparation(chapter: str | Path, flags: list[object], tmp_path: Path) -> list:
@@ -470,7 +474,7 @@ def test_preparation_may_last_longer_than_the_timeout(chapter, flags, tmp_path, 
 def test_waiting_in_a_barrier_is_noticed(flags, tmp_path, corpus):
     """The planted bug: rank 0 prepares, and the others wait for it in a collective."""
     corpus.write_text(corpus.read_text().replace("words", "barriers"))
-    line = "    train_data, eval_data = load_blocks(args, tokenizer, seq_length)\n"
+    line = "    train_data, eval_data = load_sequences(args, tokenizer, seq_length)\n"
     wrong = (
         f"    if rank:\n        dist.barrier()\n{line}    if not rank:\n        dist.barrier()\n"
     )
@@ -539,7 +543,7 @@ def test_ctrl_c_reaches_all_ranks(flags, tmp_path):
 
 ENDS = """
 import atexit, sys, threading, time
-from common import launch
+from common import distributed
 
 class Last:
     def __del__(self):
@@ -552,7 +556,7 @@ def main():
     threading.Thread(target=lambda: (time.sleep(0.2), print("thread"))).start()
     sys.exit(75)
 
-launch.run(main)
+distributed.run(main)
 """
 
 
@@ -610,9 +614,9 @@ def test_workers_end_with_their_torchrun(flags, tmp_path):
     (tmp_path / "train_llm.py").write_text(
         "import sys, time\n"
         "from pathlib import Path\n"
-        "from common import launch\n"
-        "launch.PR_SET_PDEATHSIG = 0  # which prctl does not know\n"
-        "launch.complete_environment()\n"
+        "from common import distributed\n"
+        "distributed.PR_SET_PDEATHSIG = 0  # which prctl does not know\n"
+        "distributed.prepare_environment()\n"
         "Path(sys.argv[1]).touch()\n"
         "time.sleep(600)\n"
     )
@@ -632,7 +636,7 @@ def test_several_nodes_need_a_place_to_meet(nodes):
 # In place of what a launch file starts: a plan of 2 processes with 7 threads each; what Slurm says.
 STAND_IN = """#!/bin/bash
 case "$*" in
-    "-m common.plan"*) printf '%s\\n' run "$OUTPUTS" 2 7 ;;
+    "-m common.distributed"*) printf '%s\\n' run "$OUTPUTS" 2 7 ;;
     "show job"*) echo "   Command=$JOB_FILE" ;;
     "show hostnames"*) echo node1 ;;
     *) echo "$OMP_NUM_THREADS: ${0##*/} $1 $2" >>"$NOTES" ;;
@@ -694,7 +698,7 @@ def test_a_run_that_was_stopped_does_not_look_complete(monkeypatch, tmp_path, ca
     if launcher == "torchrun":
         place["TORCHELASTIC_RUN_ID"] = "run"
     monkeypatch.setattr(os, "environ", place)
-    status = launch.ask_for_requeue(tmp_path, step=7)
+    status = distributed.ask_for_requeue(tmp_path, step=7)
     assert status == (0 if launcher == "torchrun" else os.EX_TEMPFAIL) and os.EX_TEMPFAIL
     assert (tmp_path / "requeue").read_text() == "12 3\n"
     assert "saved after step 7" in capsys.readouterr().err

@@ -25,8 +25,12 @@ from torch.utils.weak import WeakIdKeyDictionary
 from transformers import AttentionInterface, AutoModelForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from common import launch
-from common.models import causal_attention, find_blocks, load_config
+from common import distributed
+from common.models import SAVED_OPS, causal_attention, find_layers, load_config
+
+sys.path.append(str(ROOT / "04-fsdp"))
+import peak_memory
+from peak_memory import Options, predict
 
 SCRIPT = ROOT / "04-fsdp" / "memory.py"
 STORED = ("parameters", "gradients", "moments")
@@ -95,7 +99,7 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def train(name: str, options, kept_ops: list) -> dict[str, int]:
+def train(name: str, options) -> dict[str, int]:
     """Train two steps as the chapters do; return the bytes stored in the second, and the most."""
     alive = Alive()
     with alive:
@@ -106,9 +110,9 @@ def train(name: str, options, kept_ops: list) -> dict[str, int]:
         )
         forward, blocks = model, []
         if options.sharding == "fsdp":
-            blocks = find_blocks(model)
+            blocks = find_layers(model)
         if options.activation_checkpointing != "none":
-            selective = partial(create_selective_checkpoint_contexts, kept_ops)
+            selective = partial(create_selective_checkpoint_contexts, SAVED_OPS)
             keep = options.activation_checkpointing == "selective"
             keep = {"context_fn": selective} if keep else {}
             for block in blocks:
@@ -164,16 +168,12 @@ def train(name: str, options, kept_ops: list) -> dict[str, int]:
 
 def rank_main(rank: int, world_size: int, runs: list, folder, queue) -> None:
     torch.set_num_threads(1)
-    memory = load_script(SCRIPT)
     store = f"file://{folder}/store-{world_size}"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size)
     queue.put(
         (
             rank,
-            [
-                train(name, memory.Options(gpus=world_size, **flags), memory.KEPT)
-                for name, flags in runs
-            ],
+            [train(name, Options(gpus=world_size, **flags)) for name, flags in runs],
         )
     )
     dist.barrier()
@@ -205,17 +205,17 @@ def alone():
     dist.destroy_process_group()
 
 
-def wrong_states(memory, held) -> list[tuple]:
+def wrong_states(held) -> list[tuple]:
     """Return the states on rank 0 that are not predicted to the byte.
 
     Rank 0 has the largest piece of each parameter. ZeRO-1 deals out whole ones: the largest sum.
     """
     wrong = []
-    counted = {name: {} for name, _ in ON_RANKS}
+    cache = {name: {} for name, _ in ON_RANKS}
     for world_size, ranks in held.items():
         for run, (name, flags) in enumerate(ON_RANKS):
-            options = memory.Options(gpus=world_size, **flags)
-            predicted = memory.predict(load(name), options, counted[name])
+            options = Options(gpus=world_size, **flags)
+            predicted = predict(load(name), options, cache[name])
             for state in STORED:
                 most = max(rank[run][state] for rank in ranks)
                 if predicted[state] != most:
@@ -224,8 +224,8 @@ def wrong_states(memory, held) -> list[tuple]:
 
 
 @pytest.mark.slow
-def test_states_are_what_ranks_hold(memory, held):
-    assert wrong_states(memory, held) == []
+def test_states_are_what_ranks_hold(held):
+    assert wrong_states(held) == []
 
 
 @pytest.mark.slow
@@ -238,102 +238,104 @@ def test_states_are_what_ranks_hold(memory, held):
         ("zero1_numel", lambda shapes, ranks: sum(map(math.prod, shapes)) // ranks, "zero1"),
     ],
 )
-def test_planted_wrong_pieces(memory, held, monkeypatch, function, planted, found):
-    monkeypatch.setattr(memory, function, planted)
-    assert {sharding for _, _, sharding, _ in wrong_states(memory, held)} == {found}
+def test_planted_wrong_pieces(held, monkeypatch, function, planted, found):
+    monkeypatch.setattr(peak_memory, function, planted)
+    assert {sharding for _, _, sharding, _ in wrong_states(held)} == {found}
 
 
 @pytest.mark.slow
-def test_planted_embedding_counted_twice(memory, held, monkeypatch):
-    count = memory.count
+def test_planted_embedding_counted_twice(held, monkeypatch):
+    count = peak_memory.count_activations
 
     def untied(config, *args):
         config.tie_word_embeddings = False
         return count(config, *args)
 
-    monkeypatch.setattr(memory, "count", untied)
-    assert {name for _, name, _, _ in wrong_states(memory, held)} == {"gpt2-tiny"}
+    monkeypatch.setattr(peak_memory, "count_activations", untied)
+    assert {name for _, name, _, _ in wrong_states(held)} == {"gpt2-tiny"}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("run", range(len(ON_RANKS)), ids=str)
-def test_most_bytes_with_ddp(memory, held, run):
+def test_most_bytes_with_ddp(held, run):
     name, flags = ON_RANKS[run]
     for world_size, ranks in held.items():
-        predicted = memory.predict(load(name), memory.Options(gpus=world_size, **flags))
+        predicted = predict(load(name), Options(gpus=world_size, **flags))
         most = max(rank[run]["peak"] for rank in ranks)
         assert predicted["peak"] == pytest.approx(most, rel=0.01), world_size
 
 
-def compare(memory, name: str, flags: dict) -> float:
+def compare(name: str, flags: dict) -> float:
     """Return the most bytes of a step as predicted, divided by those alive in a real step."""
-    options = memory.Options(**{"gpus": 6, **TOKENS, **flags})
-    return memory.predict(load(name), options)["peak"] / train(name, options, memory.KEPT)["peak"]
+    options = Options(**{"gpus": 6, **TOKENS, **flags})
+    return predict(load(name), options)["peak"] / train(name, options)["peak"]
 
 
 @pytest.mark.parametrize("name", first_then_slow(["gpt2-tiny", "llama-tiny"]))
 @pytest.mark.parametrize("flags", ALONE, ids=str)
-def test_most_bytes(memory, alone, name, flags):
-    assert compare(memory, name, flags) == pytest.approx(1, rel=0.01)
+def test_most_bytes(alone, name, flags):
+    assert compare(name, flags) == pytest.approx(1, rel=0.01)
     # With few tokens it is not activations that decide, but what is gathered and sent.
-    assert compare(memory, name, {**flags, "seq_length": 4}) == pytest.approx(1, rel=0.04)
+    assert compare(name, {**flags, "seq_length": 4}) == pytest.approx(1, rel=0.04)
 
 
 @pytest.mark.parametrize(
     ("name", "planted", "flags"),
     [
-        ("ranks_of", lambda options: options.gpus, {"hsdp": True, "gpus_per_node": 2}),
+        ("ranks_per_shard_group", lambda options: options.gpus, {"hsdp": True, "gpus_per_node": 2}),
         ("gathered_bytes", lambda *_: 0, {}),
-        ("KEPT", [], {"activation_checkpointing": "selective"}),
+        ("models.SAVED_OPS", [], {"activation_checkpointing": "selective"}),
         ("checkpoint", lambda f, *args, use_reentrant, preserve_rng_state, **kwargs:
             f(*args, **kwargs), {"activation_checkpointing": "full"}),
     ],
 )  # fmt: skip
-def test_planted_wrong_peaks(memory, alone, monkeypatch, name, planted, flags):
-    options = memory.Options(gpus=6, **TOKENS, **FSDP, **flags)
-    measured = train("gpt2-tiny", options, memory.KEPT)["peak"]
-    assert memory.predict(load("gpt2-tiny"), options)["peak"] == pytest.approx(measured, rel=0.01)
-    monkeypatch.setattr(memory, name, planted)
-    assert memory.predict(load("gpt2-tiny"), options)["peak"] != pytest.approx(measured, rel=0.01)
+def test_planted_wrong_peaks(alone, monkeypatch, name, planted, flags):
+    options = Options(gpus=6, **TOKENS, **FSDP, **flags)
+    measured = train("gpt2-tiny", options)["peak"]
+    assert predict(load("gpt2-tiny"), options)["peak"] == pytest.approx(measured, rel=0.01)
+    monkeypatch.setattr(f"peak_memory.{name}", planted)
+    assert predict(load("gpt2-tiny"), options)["peak"] != pytest.approx(measured, rel=0.01)
 
 
-def test_the_formula_for_gpt2(memory):
-    """What one more block keeps of each token, as the docstring has it."""
+def test_the_formula_for_gpt2():
+    """What one more layer saves for each token, as the docstring has it."""
     config = load_config("gpt2-tiny")
     heads = []
     for config.num_hidden_layers in (2, 3):
-        _, moments = memory.count(config, memory.Options(**TOKENS), "group")
-        heads += [size for phase, _, size in moments if phase == "head"]
+        _, phases = peak_memory.count_activations(config, Options(**TOKENS), "layer")
+        heads += [size for phase, _, size in phases if phase == "head"]
     d, h = config.hidden_size, config.num_attention_heads
     assert heads[1] - heads[0] == 4 * (16 * d + 4 + h) * 2 * 128 + 16  # a seed and an offset
 
 
-def growth(memory, precision: str) -> float:
+def growth(precision: str) -> float:
     """Return how much more a llama with groups of queries needs for sequences twice as long."""
-    options = [memory.Options(seq_length=n, precision=precision) for n in (64, 128)]
-    counts = [memory.count(load_config("llama-tiny"), option, "one")[1] for option in options]
-    one, two = (max(size for _, _, size in moments) for moments in counts)
+    options = [Options(seq_length=n, precision=precision) for n in (64, 128)]
+    config = load_config("llama-tiny")
+    counts = [peak_memory.count_activations(config, option, "tensor")[1] for option in options]
+    one, two = (max(size for _, _, size in phases) for phases in counts)
     return two / one
 
 
-def test_no_scores_stay_in_memory(memory, monkeypatch):
+def test_no_scores_stay_in_memory(monkeypatch):
     """The planted bug is transformers' own attention, for which float32 has no kernel."""
-    assert growth(memory, "tf32") < 2.01
-    assert growth(memory, "bf16") < 2.01
+    assert growth("tf32") < 2.01
+    assert growth("bf16") < 2.01
     register = partial(AttentionInterface.register, "causal_sdpa", sdpa_attention_forward)
-    monkeypatch.setattr(memory.models, "causal_attention", lambda config: register())
-    assert growth(memory, "tf32") > 2.01
-    assert growth(memory, "bf16") < 2.01
+    monkeypatch.setattr(peak_memory.models, "causal_attention", lambda config: register())
+    assert growth("tf32") > 2.01
+    assert growth("bf16") < 2.01
 
 
-def test_selective_keeps_what_the_chapter_keeps(memory):
-    assert memory.KEPT == load_script(ROOT / "04-fsdp" / "train_llm.py").KEPT
+@pytest.mark.parametrize("chapter", ["04-fsdp", "05-mixed-precision"])
+def test_selective_saves_what_the_chapter_saves(chapter):
+    assert "models.SAVED_OPS)" in (ROOT / chapter / "train_llm.py").read_text()
 
 
-def test_offloaded_states_are_on_the_host(memory):
+def test_offloaded_states_are_on_the_host():
     config = load_config("gpt2-tiny")
-    here = memory.predict(config, memory.Options(gpus=2, **FSDP, **TOKENS))
-    there = memory.predict(config, memory.Options(gpus=2, cpu_offload=True, **FSDP, **TOKENS))
+    here = predict(config, Options(gpus=2, **FSDP, **TOKENS))
+    there = predict(config, Options(gpus=2, cpu_offload=True, **FSDP, **TOKENS))
     states = sum(here[state] for state in STORED)
     assert (here["host"], there["host"]) == (0, states)
     assert there["peak"] <= here["peak"] - here["parameters"] - here["moments"]
@@ -349,7 +351,7 @@ def say(memory, monkeypatch, capsys):
     def run(*args: object) -> tuple[int, str, str]:
         monkeypatch.setattr(sys, "argv", ["memory.py", *map(str, args)])
         with pytest.raises(SystemExit) as ending:
-            launch.run(memory.main)
+            distributed.run(memory.main)
         captured = capsys.readouterr()
         return ending.value.code, captured.out, captured.err
 
@@ -375,44 +377,44 @@ def test_more_layers_need_more(say):
 def test_llama_8b_needs_chapter_4(memory):
     """16 bytes for each of 8 billion parameters are no matter of one GPU of 139 GiB."""
     config = load_config("llama-3.1-8b")
-    options = memory.Options(gpus=8, seq_length=8192)
-    sentence = memory.answer(config, options, 139, {})
+    options = Options(gpus=8, seq_length=8192)
+    sentence = memory.recommend(config, options, 139, {})
     assert sentence.startswith("Chapter 4: ")
-    assert sentence.endswith("of 139 GiB per GPU; nothing before it fits.")
+    assert sentence.endswith("of 139 GiB per GPU; no earlier setup fits.")
 
 
 def test_less_memory_never_needs_an_earlier_chapter(memory):
     config = load_config("gpt2-tiny")
-    options = memory.Options(gpus=4, **TOKENS)
-    counted = {}
-    rungs = memory.climb(config, options, counted)
-    names = list(rungs)
+    options = Options(gpus=4, **TOKENS)
+    cache = {}
+    predictions = memory.predict_all(config, options, cache)
+    names = list(predictions)
     found = []
-    for size in sorted({rung["peak"] for rung in rungs.values()}, reverse=True):
+    for size in sorted({found["peak"] for found in predictions.values()}, reverse=True):
         room = size / memory.GIB / (1 - memory.RESERVE)
-        name = memory.answer(config, options, room * 1.0001, counted).split(":")[0]
-        assert rungs[name]["peak"] <= size * 1.001
+        name = memory.recommend(config, options, room * 1.0001, cache).split(":")[0]
+        assert predictions[name]["peak"] <= size * 1.001
         found.append(names.index(name))
     assert found == sorted(found)
     assert len(set(found)) > 4
-    none = memory.answer(config, options, 0.001, counted)
-    assert none == "Nothing fits on however many GPUs: lower --batch-size or --seq-length."
+    none = memory.recommend(config, options, 0.001, cache)
+    assert none == "No number of GPUs is enough: lower --batch-size or --seq-length."
 
 
 def test_how_many_gpus_would_do_without_the_host(memory):
     """Where only --cpu-offload fits; on that many GPUs something else really does."""
     config = load_config("gpt2-tiny")
-    options = memory.Options(gpus=2, seq_length=16)
-    counted = {}
-    rungs = memory.climb(config, options, counted)
-    with_host = min(rung["peak"] for rung in rungs.values() if rung["host"])
+    options = Options(gpus=2, seq_length=16)
+    cache = {}
+    predictions = memory.predict_all(config, options, cache)
+    with_host = min(found["peak"] for found in predictions.values() if found["host"])
     room = 1.3 * with_host / memory.GIB / (1 - memory.RESERVE)
-    sentence = memory.answer(config, options, room, counted)
+    sentence = memory.recommend(config, options, room, cache)
     found = re.search(r"--cpu-offload: .* of host memory.*\. On (\d+) GPUs: (.*)\.$", sentence)
     gpus, name = int(found[1]), found[2]
     for count, fits in ((gpus // 2, False), (gpus, True)):
-        rungs = memory.climb(config, replace(options, gpus=count), counted)
-        assert (memory.first_fit(rungs, room, host=False) == name) == fits
+        predictions = memory.predict_all(config, replace(options, gpus=count), cache)
+        assert (memory.first_fit(predictions, room, host=False) == name) == fits
 
 
 def test_the_chart(say, tmp_path):
@@ -429,11 +431,20 @@ def test_the_chart(say, tmp_path):
     ("args", "sentence"),
     [
         (["--gpus", 0], "argument --gpus: '0' is not a whole number from 1"),
-        (["--gpus", 12], "12 GPUs do not fill nodes of 8: give a multiple of --gpus-per-node."),
+        (
+            ["--gpus", 12],
+            "--gpus 12 does not fill nodes of 8 GPUs: give a multiple of --gpus-per-node.",
+        ),
         (["-m", "/nowhere"], "There is no model at '/nowhere': no such file or folder."),
         (["-s", 4096], "The model has 1024 positions: --seq-length 4096 is more than that."),
-        (["-m", "gpt2-tiny", "--chart", "chart.gif"], "--chart chart.gif is no .png or .svg file"),
-        (["-m", "gpt2-tiny", "--chart", "/no/c.svg"], "--chart /no/c.svg is no .png or .svg file"),
+        (
+            ["-m", "gpt2-tiny", "--chart", "chart.gif"],
+            "--chart chart.gif must be a .png or .svg file",
+        ),
+        (
+            ["-m", "gpt2-tiny", "--chart", "/no/c.svg"],
+            "--chart /no/c.svg must be a .png or .svg file",
+        ),
     ],
 )
 def test_bad_input(say, args, sentence):

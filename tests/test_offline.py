@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from conftest import CHAPTERS, ROOT, launch_file, read_metrics
 
-from common.plan import plan
+from common.distributed import plan
 
 # Python runs this file at its start: it notes every address that is looked up or connected to.
 NOTE_CONNECTIONS = """

@@ -26,7 +26,7 @@ from unittest import mock
 import pytest
 from conftest import CHAPTERS, EVALUATED_LITTLE, ROOT, quick, quick_commands, replace_in
 
-from common import cli, launch
+from common import cli, distributed
 
 sys.path.append(str(ROOT / "tests/benchmarks"))
 import picture
@@ -383,7 +383,7 @@ ROT = {
     ],
     paths_that_are_gone: [
         ("bash 02-ddp/launch.sh\n", "bash 02-ddp/lunch.sh\n", "02-ddp/lunch.sh"),
-        ("`common/launch.py`", "`common/lunch.py`", "common/lunch.py"),
+        ("`common/distributed.py`", "`common/lunch.py`", "common/lunch.py"),
     ],
     wrong_diffs: [
         (r"\+.*destroy_process_group.*\n", "", "not shown: +"),
@@ -498,7 +498,7 @@ OTHER_NODES = r"NNODES|HEAD=|HOSTS|hosts\.txt|node\d|mpirun|sbatch|srun|--precis
 # texts. Two other scripts train to measure something; their own tests look at what they find.
 ABRIDGED = [
     *((f"{chapter}/train_llm.py", *EVALUATED_LITTLE) for chapter in CHAPTERS),
-    ("common/sample.py", "min(length, 256)", "min(length, 8)"),
+    ("common/models.py", "min(length, 256)", "min(length, 8)"),
     ("common/classification.py", "), _stdlib_pieces()", "), _stdlib_pieces()[::40]"),
     ("tests/benchmarks/packing.py", "STEPS, SAMPLES = 100, 64", "STEPS, SAMPLES = 4, 4"),
     ("tests/benchmarks/packing.py", "ROUNDS, BATCHES = 9, 2", "ROUNDS, BATCHES = 1, 1"),
@@ -797,7 +797,7 @@ def test_recorded_run_of_the_front_page_has_learnt_and_ends_as_today():
     output = (ROOT / "01-single-gpu/recorded/make-train.txt").read_text()
     last = json.loads((ROOT / report.MAKE_TRAIN).read_text().splitlines()[-1])
     assert last["bits_per_byte"] <= 1.6
-    end = launch.describe_end(Path("FOLDER"), last, "    def", "TEXT")
+    end = distributed.final_report(Path("FOLDER"), last, "    def", "TEXT")
     for part in re.split("FOLDER|TEXT", end.splitlines()[0]):
         assert part in output
     sample = output.split("a sample of the model")[1]

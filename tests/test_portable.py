@@ -14,10 +14,8 @@ from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from common import record
-from common.checkpoint import load_checkpoint, save_checkpoint
+from common.checkpoint import find_checkpoint, load_checkpoint, manifest, save_checkpoint
 from common.cli import InputError
-from common.record import find_checkpoint
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
@@ -102,7 +100,7 @@ def test_planted_wrong_shard(tmp_path):
     (path / ".metadata").write_bytes(pickle.dumps(metadata))
     assert "is damaged" in run_ranks(1, False, "load", tmp_path)[0], "the checksum sees it first"
     state = json.loads((tmp_path / "state.json").read_text())
-    state["checkpoints"][-1]["files"][".metadata"] = record.measure_file(path / ".metadata")
+    state["checkpoints"][-1]["files"][".metadata"] = manifest.measure_file(path / ".metadata")
     (tmp_path / "state.json").write_text(json.dumps(state))
     assert run_ranks(1, False, "load", tmp_path)[0] != expected
 

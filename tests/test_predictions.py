@@ -11,10 +11,12 @@ import matplotlib
 import pytest
 from conftest import ROOT, run_script
 
-sys.path.append(str(ROOT / "tests/benchmarks"))
+sys.path.extend([str(ROOT / "tests/benchmarks"), str(ROOT / "04-fsdp")])
 import fsdp
 import predictions
 import report
+
+import peak_memory
 
 FIGURE = ROOT / "04-fsdp/memory.svg"
 MEASURED = sorted(path.stem for path in predictions.RESULTS.glob("fsdp_*.json"))
@@ -158,7 +160,7 @@ def test_gpus_hold_what_was_predicted():
 
 
 def beyond_the_head(expected: dict) -> dict[str, float]:
-    """Return by how many GiB rows of the 8B model whose fullest moment is the head are off."""
+    """Return by how many GiB rows of the 8B model that peak at the head are off."""
     found = {}
     for name in ("fsdp_options", "fsdp_precision", "fsdp_precision_4"):
         for each in rows_of(name):
@@ -178,14 +180,14 @@ def test_the_head_is_predicted_to_a_hundredth_of_a_gib():
 def test_a_product_too_many_is_noticed(monkeypatch):
     """Of all blocks but one, as if the head came before the last block were done."""
     (row_,) = (each for each in rows_of("fsdp_precision_4") if each["label"] == "bf16, compiled")
-    count = predictions.memory.count
+    count = peak_memory.count_activations
 
-    def one_more(config, options, gradients):
-        groups, moments = count(config, options, gradients)
-        product = options.batch_size * options.seq_length * config.hidden_size * 2
-        return groups, [(phase, block, size + product) for phase, block, size in moments]
+    def one_more(config, options, lifetime):
+        groups, phases = count(config, options, lifetime)
+        matmul = options.batch_size * options.seq_length * config.hidden_size * 2
+        return groups, [(phase, layer, size + matmul) for phase, layer, size in phases]
 
-    monkeypatch.setattr(predictions.memory, "count", one_more)
+    monkeypatch.setattr(peak_memory, "count_activations", one_more)
     expected = predicted()
     expected["fsdp_precision_4"] |= predictions.predict_rows([row_], {})
     off = beyond_the_head(expected)["fsdp_precision_4, bf16, compiled"]

@@ -1,4 +1,4 @@
-"""Chapter 3's check before a run: sound nodes pass, and each planted fault is named."""
+"""Chapter 3's check before a run: healthy nodes pass, and the check names each planted fault."""
 
 import argparse
 import contextlib
@@ -34,7 +34,7 @@ from runner import Ranks, finish, load_script, place_of, start
 from test_multi_node import NODES, Lab
 from torch.distributed import TCPStore
 
-from common import rng
+from common.checkpoint import save_load
 from common.cli import InputError
 
 SCRIPT = ROOT / "03-multi-node/preflight.py"
@@ -42,6 +42,10 @@ QUICK = ("--max-bytes", 4096)
 CORPUS = ("-d", "/run/corpus.json")  # each node of the cluster has a /run
 HOST = socket.gethostname()
 preflight = load_script(SCRIPT)
+network, node_checks, rendezvous = (
+    sys.modules[f"checks.{name}"] for name in ("network", "nodes", "rendezvous")
+)
+CHANGED = "common/checkpoint/save_load.py"
 
 
 # --- what is computed ---
@@ -50,29 +54,31 @@ preflight = load_script(SCRIPT)
 @pytest.mark.check
 def test_bus_bandwidth_is_that_of_nccl_tests():
     """2 (n - 1) / n: as good as once for 2 ranks, 1.75 times for 8, and next to 2 for very many."""
-    assert preflight.bus_bandwidth(10**9, 1.0, 2) == 1.0
-    assert preflight.bus_bandwidth(10**9, 0.1, 8) == pytest.approx(17.5)
-    assert preflight.bus_bandwidth(10**9, 1.0, 1000) == pytest.approx(1.998)
-    assert preflight.bus_bandwidth(268435456, 0.155025, 2) == pytest.approx(1.7316, rel=1e-4)
+    assert network.bus_bandwidth(10**9, 1.0, 2) == 1.0
+    assert network.bus_bandwidth(10**9, 0.1, 8) == pytest.approx(17.5)
+    assert network.bus_bandwidth(10**9, 1.0, 1000) == pytest.approx(1.998)
+    assert network.bus_bandwidth(268435456, 0.155025, 2) == pytest.approx(1.7316, rel=1e-4)
 
 
 @pytest.mark.check
 def test_the_odd_node_out():
     three = {"node1": "2.13.0", "node2": "2.12.0", "node3": "2.13.0"}
-    assert preflight.compare("torch", three) == ["torch: node2 has 2.12.0, the others 2.13.0"]
-    assert preflight.compare("torch", dict.fromkeys(three, "2.13.0")) == []
+    said = ["torch: node2 has 2.12.0, the others have 2.13.0"]
+    assert node_checks.compare("torch", three) == said
+    assert node_checks.compare("torch", dict.fromkeys(three, "2.13.0")) == []
     # Rank 0's own node can be the odd one.
     first = {"node1": "2.12.0", "node2": "2.13.0", "node3": "2.13.0"}
-    assert preflight.compare("torch", first) == ["torch: node1 has 2.12.0, the others 2.13.0"]
+    said = ["torch: node1 has 2.12.0, the others have 2.13.0"]
+    assert node_checks.compare("torch", first) == said
 
 
 @pytest.mark.check
 def test_of_two_nodes_none_is_right():
-    """Nor of two against two: then the sentence says who differs from rank 0's."""
-    said = ["torch: node2 has 2.12.0, rank 0's node1 2.13.0"]
-    assert preflight.compare("torch", {"node1": "2.13.0", "node2": "2.12.0"}) == said
+    """Nor with two against two: then the sentence says which nodes differ from rank 0's."""
+    said = ["torch: node2 has 2.12.0, node1 (rank 0) has 2.13.0"]
+    assert node_checks.compare("torch", {"node1": "2.13.0", "node2": "2.12.0"}) == said
     four = {"node1": "b", "node2": "a", "node3": "a", "node4": "b"}
-    assert [fault.split(" has ")[0] for fault in preflight.compare("torch", four)] == [
+    assert [fault.split(" has ")[0] for fault in node_checks.compare("torch", four)] == [
         "torch: node2",
         "torch: node3",
     ]
@@ -80,13 +86,13 @@ def test_of_two_nodes_none_is_right():
 
 @pytest.mark.check
 def test_of_code_the_files_that_differ_are_named():
-    right = {"common/data.py": "aa", "common/rng.py": "bb", "common/cli.py": "cc"}
-    one = {**right, "common/rng.py": "b0"}
-    (fault,) = preflight.compare("code", {"node1": right, "node2": right, "node3": one})
-    assert fault == "code: node3 has b0 for common/rng.py, the others bb"
+    right = {"common/data/dataset.py": "aa", CHANGED: "bb", "common/cli.py": "cc"}
+    one = {**right, CHANGED: "b0"}
+    (fault,) = node_checks.compare("code", {"node1": right, "node2": right, "node3": one})
+    assert fault == "code: node3 has b0 for common/checkpoint/save_load.py, the others have bb"
     none = {name: right[name] for name in right if name != "common/cli.py"}
-    (fault,) = preflight.compare("code", {"node1": right, "node2": right, "node3": none})
-    assert fault == "code: node3 has None for common/cli.py, the others cc"
+    (fault,) = node_checks.compare("code", {"node1": right, "node2": right, "node3": none})
+    assert fault == "code: node3 has None for common/cli.py, the others have cc"
 
 
 def at(gb_per_s: float) -> dict:
@@ -103,7 +109,7 @@ SLOWED = {
 
 @pytest.mark.check
 def test_a_slow_node_is_the_one_whose_links_are_all_slow():
-    node, *links = preflight.find_slow("link", SLOWED, 2.0, None)
+    node, *links = network.find_slow("link", SLOWED, 2.0, None)
     assert node == "bandwidth: every link of node2 is slow"
     assert [
         re.match(r"bandwidth: link (node\d - node\d) has 0.0024 ", link)[1] for link in links
@@ -115,19 +121,19 @@ def test_a_slow_node_is_the_one_whose_links_are_all_slow():
 
 
 @pytest.mark.check
-def test_a_slow_link_between_sound_nodes():
+def test_a_slow_link_between_healthy_nodes():
     one = {**SLOWED, "node2 - node3": at(0.4)}
-    (fault,) = preflight.find_slow("link", one, 2.0, None)
+    (fault,) = network.find_slow("link", one, 2.0, None)
     assert fault.startswith("bandwidth: link node1 - node2 has 0.0024 GB/s")
     even = {name: at(rate) for name, rate in zip(SLOWED, (0.3, 0.4, 0.5), strict=True)}
-    assert preflight.find_slow("link", even, 2.0, None) == []
+    assert network.find_slow("link", even, 2.0, None) == []
 
 
 @pytest.mark.check
 def test_small_all_reduces_are_not_compared():
-    """A busy core makes them ten times slower: seen on sound nodes."""
+    """A busy core makes them ten times slower, as measured on healthy nodes."""
     small = {name: {1024: link[2**20]} for name, link in SLOWED.items()}
-    assert preflight.find_slow("link", small, 2.0, None) == []
+    assert network.find_slow("link", small, 2.0, None) == []
 
 
 @pytest.mark.check
@@ -135,50 +141,52 @@ def test_a_link_too_slow_for_large_sizes_is_compared_all_the_same():
     """It stops below 1 MiB, where the others went on."""
     crawls = {name: {**link, 1024: {"GB/s": 0.001}} for name, link in SLOWED.items()}
     crawls["node1 - node2"] = {1024: {"GB/s": 0.0001}}
-    (fault,) = preflight.find_slow("link", crawls, 2.0, None)
+    (fault,) = network.find_slow("link", crawls, 2.0, None)
     assert fault.startswith("bandwidth: link node1 - node2 has 0.0001 GB/s, 10.0 times less")
 
 
 @pytest.mark.check
 def test_a_wrong_clock_is_the_one_that_is_not_the_majoritys():
     right = {"node1": (0.0, 0.0), "node2": (0.0001, 0.0001), "node3": (-0.0002, 0.0001)}
-    assert preflight.find_wrong_clocks(right) == []
-    (fault,) = preflight.find_wrong_clocks({**right, "node2": (90.0, 0.0001)})
-    assert fault == "clock: node2 is +90.0000 s from the others', give or take 0.0001 s"
+    assert node_checks.find_wrong_clocks(right) == []
+    (fault,) = node_checks.find_wrong_clocks({**right, "node2": (90.0, 0.0001)})
+    assert fault == "clock: node2 is +90.0000 s (+/- 0.0001 s) off the other clocks"
     # Rank 0's own: all others are off from it.
     first = {"node1": (0.0, 0.0)} | dict.fromkeys(("node2", "node3", "node4"), (90.0, 0.01))
-    (fault,) = preflight.find_wrong_clocks(first)
-    assert fault == "clock: node1 is -90.0000 s from the others', give or take 0.0000 s"
+    (fault,) = node_checks.find_wrong_clocks(first)
+    assert fault == "clock: node1 is -90.0000 s (+/- 0.0000 s) off the other clocks"
     # One against one, two against two: from rank 0's.
-    (fault,) = preflight.find_wrong_clocks({"node1": (0.0, 0.0), "node2": (90.0, 0.01)})
-    assert fault == "clock: node2 is +90.0000 s from rank 0's, give or take 0.0100 s"
+    (fault,) = node_checks.find_wrong_clocks({"node1": (0.0, 0.0), "node2": (90.0, 0.01)})
+    assert fault == "clock: node2 is +90.0000 s (+/- 0.0100 s) off rank 0's clock"
     four = {**right, "node2": (90.0, 0.01), "node4": (90.0, 0.01)}
-    assert [fault.split()[1] for fault in preflight.find_wrong_clocks(four)] == ["node2", "node4"]
-    assert preflight.find_wrong_clocks({"node1": (0.0, 0.0), "node2": (1.5, 0.6)}) == []  # in doubt
+    assert [fault.split()[1] for fault in node_checks.find_wrong_clocks(four)] == ["node2", "node4"]
+    assert (
+        node_checks.find_wrong_clocks({"node1": (0.0, 0.0), "node2": (1.5, 0.6)}) == []
+    )  # in doubt
 
 
 @pytest.mark.check
 def test_a_folder_of_its_own_is_that_of_the_node_that_has_it():
     seen = {"node1": ["node1", "node2"], "node2": ["node1", "node2"], "node3": ["node3"]}
-    assert preflight.find_other_folders("/tmp/out", seen) == [
-        "save folder: node3 has files of node3, the others files of node1, node2 in /tmp/out, "
+    assert node_checks.find_other_folders("/tmp/out", seen) == [
+        "save folder: node3 has files of node3, the others have files of node1, node2 in /tmp/out, "
         "which all nodes must share"
     ]
     whole = {node: list(seen) for node in seen}
-    assert preflight.find_other_folders("/tmp/out", whole) == []
+    assert node_checks.find_other_folders("/tmp/out", whole) == []
     late = {node: ["node1", "node2"] for node in seen}
-    (fault,) = preflight.find_other_folders("/tmp/out", late)
-    assert fault.startswith("save folder: files come to the other nodes too late in /tmp/out")
+    (fault,) = node_checks.find_other_folders("/tmp/out", late)
+    assert fault.startswith("save folder: the nodes see one another's files too late in /tmp/out")
 
 
 @pytest.mark.check
 def test_one_link_alone_is_only_slow_against_a_number_that_is_given():
     alone = {"node1 - node2": at(0.0024)}
-    assert preflight.find_slow("link", alone, 2.0, None) == []
-    (fault,) = preflight.find_slow("link", alone, 2.0, 0.1)
-    assert fault == "bandwidth: link node1 - node2 has 0.0024 GB/s, --min-bandwidth 0.1"
-    assert preflight.find_slow("link", alone, 2.0, 0.002) == []
-    assert preflight.find_slow("link", {}, 2.0, 0.1) == []
+    assert network.find_slow("link", alone, 2.0, None) == []
+    (fault,) = network.find_slow("link", alone, 2.0, 0.1)
+    assert fault == "bandwidth: link node1 - node2 has 0.0024 GB/s, --min-bandwidth is 0.1"
+    assert network.find_slow("link", alone, 2.0, 0.002) == []
+    assert network.find_slow("link", {}, 2.0, 0.1) == []
 
 
 @pytest.mark.check
@@ -186,30 +194,31 @@ def test_who_is_to_blame_for_a_stage_that_does_not_end(monkeypatch):
     monkeypatch.delenv("SLURM_STEP_NODELIST", raising=False)
     hosts = {0: "node1", 1: "node1", 2: "node2", 3: "node2"}
     waits = {rank: (host, "comparing clocks", True) for rank, host in hosts.items()}
-    blame = functools.partial(preflight.who_failed, world_size=4, where="node1:29400")
+    blame = functools.partial(rendezvous.who_failed, world_size=4, address="node1:29400")
     came = {0: waits[0], 1: waits[1]}
-    assert blame(came, {}) == ("only ranks 0, 1 on node1 came to node1:29400, and not ranks 2, 3")
+    assert blame(came, {}) == "ranks 0, 1 on node1 came to node1:29400, ranks 2, 3 did not"
     assert blame(came, hosts) == "no answer from ranks 2, 3 on node2"
     late = {**waits, 3: ("node2", "comparing clocks", False)}
-    assert blame(late, hosts) == "the others wait for rank 3 on node2"
+    assert blame(late, hosts) == "the other ranks wait for rank 3 on node2"
     busy = {rank: (host, "all-reduce", False) for rank, host in hosts.items()}
     assert blame(busy, hosts) == (
-        "all answer, ranks 0, 1 on node1 at 'all-reduce' and ranks 2, 3 on node2 at 'all-reduce'"
+        "all ranks answer, ranks 0, 1 on node1 at 'all-reduce' and ranks 2, 3 on node2 at "
+        "'all-reduce'"
     )
 
 
 class Three:
-    """In place of a Meeting: three nodes of two ranks, and what they hand over."""
+    """In place of a Rendezvous: three nodes of two ranks, and what they gather."""
 
-    rank, firsts, hosts = 0, [0, 2, 4], {rank: f"node{rank // 2 + 1}" for rank in range(6)}
+    rank, first_ranks, hosts = 0, [0, 2, 4], {rank: f"node{rank // 2 + 1}" for rank in range(6)}
 
     def __init__(self, parts: list, *facts: dict) -> None:
         self.parts, self.facts, self.left = parts, facts, False
 
-    def gather_nodes(self, what: str, part: object) -> dict:
+    def gather_nodes(self, part: object) -> dict:
         return {f"node{number}": facts for number, facts in enumerate(self.facts, start=1)}
 
-    def gather(self, what: str, part: object) -> list:
+    def gather(self, part: object) -> list:
         return self.parts
 
     def leave(self) -> None:
@@ -226,9 +235,9 @@ def facts(memory: float = 100.0, error: str | None = None) -> dict:
     return {"same": {"data": data}, "free": {"memory": memory, "disk": 50.0}}
 
 
-def check_nodes(monkeypatch, meeting: Three) -> list[str]:
-    monkeypatch.setattr(preflight, "describe_node", lambda args: None)
-    return preflight.check_nodes(meeting, argparse.Namespace(data_timeout=1))[0]
+def check_nodes(monkeypatch, rdzv: Three) -> list[str]:
+    monkeypatch.setattr(node_checks, "describe_node", lambda args: None)
+    return node_checks.check_nodes(rdzv, argparse.Namespace(data_timeout=1))[0]
 
 
 @pytest.mark.check
@@ -250,13 +259,13 @@ def test_data_that_one_node_lacks_is_a_fault_and_that_all_lack_bad_input(monkeyp
     nobody = Three([None] * 6, lacks, lacks, lacks)
     with pytest.raises(InputError, match="no data set at 'x'"):
         check_nodes(monkeypatch, nobody)
-    assert nobody.left, "rank 0 ends last, where it serves the store"
+    assert nobody.left, "rank 0 may serve the store, so it exits last"
 
 
 # --- on this machine ---
 
 
-def test_sound_under_torchrun(tmp_path, corpus):
+def test_under_torchrun(tmp_path, corpus):
     figures = tmp_path / "figures.json"
     save_dir = tmp_path / "outputs"
     flags = (*QUICK, "--save-dir", save_dir, "-d", corpus, "--output", figures, "--tokenize")
@@ -264,7 +273,7 @@ def test_sound_under_torchrun(tmp_path, corpus):
     assert done.returncode == 0, done.stderr
     *_, end = done.stdout.splitlines()
     assert re.fullmatch(
-        r"Sound: 2 ranks on 1 node, all-reduce of 4,096 bytes right and .* GB/s\.", end
+        r"Passed: 2 ranks on 1 node, all-reduce of 4,096 bytes correct and .* GB/s\.", end
     )
     assert "FAULT" not in done.stdout
     assert list(save_dir.iterdir()) == [], "it leaves nothing in the folder of the runs"
@@ -272,13 +281,16 @@ def test_sound_under_torchrun(tmp_path, corpus):
     assert found["nodes"] == {HOST: [0, 1]} and found["faults"] == []
     same = found["facts"][HOST]["same"]
     assert same["torch"] == torch.__version__
-    assert {"03-multi-node/train_llm.py", "common/data.py", "common/presets/gpt2/config.json"} <= {
-        *same["code"]
-    }
+    assert {
+        "03-multi-node/train_llm.py",
+        "03-multi-node/checks/nodes.py",
+        "common/data/dataset.py",
+        "common/presets/gpt2/config.json",
+    } <= {*same["code"]}
     series = found["all_reduce"][HOST]
     assert list(series) == ["1024", "4096"]
     for size, figure in series.items():
-        expected = preflight.bus_bandwidth(int(size), figure["ms"] / 1000, 2)
+        expected = network.bus_bandwidth(int(size), figure["ms"] / 1000, 2)
         assert figure["GB/s"] == pytest.approx(expected)
 
 
@@ -286,7 +298,7 @@ def test_sound_under_torchrun(tmp_path, corpus):
 def test_a_process_alone(tmp_path, corpus):
     done = run_script(SCRIPT, *QUICK, "--save-dir", tmp_path / "outputs", "-d", corpus)
     assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "Sound: 1 rank on 1 node."
+    assert done.stdout.splitlines()[-1] == "Passed: 1 rank on 1 node."
 
 
 # --- on this machine, with a planted fault; ranks are children of a server, and start at once ---
@@ -296,8 +308,7 @@ def check(
     folder: Path, corpus: Path, *args: object, plant=None, **options
 ) -> tuple[list[int], str]:
     """Run the check on two ranks; return their exit statuses and all that they printed."""
-    (folder / "chapter").mkdir()
-    shutil.copy(SCRIPT, folder / "chapter/train_llm.py")  # the name that Ranks looks for
+    copy_script(folder / "chapter")
     flags = [*QUICK, "--save-dir", folder / "outputs", "-d", corpus, *args]
     ranks = Ranks(
         2,
@@ -307,6 +318,12 @@ def check(
         **options,
     )
     return ranks.finish(), (folder / "stdout").read_text()
+
+
+def copy_script(folder: Path) -> None:
+    """Copy the script to the name that Ranks looks for, and the modules that it imports."""
+    shutil.copytree(SCRIPT.parent / "checks", folder / "checks")
+    shutil.copy(SCRIPT, folder / "train_llm.py")
 
 
 def _prepare(stdout: Path, plant) -> None:
@@ -325,7 +342,7 @@ def test_bad_input_ends_with_status_2_and_overwrites_nothing(tmp_path, corpus):
     for number, (wrong, sentence) in enumerate(
         (
             (("-d", tmp_path / "none.json"), "There is no data set at"),
-            (("--output", kept), f"{kept} is there already or cannot be"),
+            (("--output", kept), f"{kept} already exists"),
         )
     ):
         folder = tmp_path / str(number)
@@ -333,7 +350,8 @@ def test_bad_input_ends_with_status_2_and_overwrites_nothing(tmp_path, corpus):
         errors = [str(folder / f"stderr-{rank}") for rank in range(2)]
         statuses, said = check(folder, corpus, *wrong, stderr_file=errors)
         assert statuses == [2, 2]
-        assert sentence in Path(errors[0]).read_text() and "ound" not in said
+        assert sentence in Path(errors[0]).read_text()
+        assert "Passed" not in said and "Failed" not in said
     assert kept.read_text() == "precious"
 
 
@@ -350,18 +368,18 @@ def test_a_wrong_sum_is_found_and_its_rank_named(tmp_path, corpus):
     statuses, said = check(tmp_path, corpus, plant=add_one)
     assert statuses == [1, 1]
     assert said.splitlines()[-1] == (
-        f"Not sound, 1 fault: all-reduce: rank 1 on {HOST} has a wrong sum of 4,096 bytes."
+        f"Failed, 1 fault: all-reduce: rank 1 on {HOST} has a wrong sum of 4,096 bytes."
     )
 
 
-def slow_down(goes: int, node: str) -> None:
-    """Slow down this rank's all-reduces with the other one alone, for so many goes."""
+def slow_down(attempts: int, node: str) -> None:
+    """Slow down this rank's all-reduces with the other one alone, in the first attempts."""
     os.environ["GROUP_RANK"] = node  # the other one's is "0"
     calls = itertools.count()
 
     def all_reduce(tensor, *args, original=dist.all_reduce, **kwargs):
         # For each of two sizes one that connects, twenty that are timed, one for the slowest rank.
-        if kwargs["group"] is not dist.group.WORLD and next(calls) < goes * 2 * 22:
+        if kwargs["group"] is not dist.group.WORLD and next(calls) < attempts * 2 * 22:
             time.sleep(0.05)
         return original(tensor, *args, **kwargs)
 
@@ -369,14 +387,14 @@ def slow_down(goes: int, node: str) -> None:
 
 
 @pytest.mark.parametrize("node", first_then_slow(["1", "0"]), ids=["link", "within"])
-@pytest.mark.parametrize("goes", [preflight.GOES - 1, preflight.GOES])
-def test_a_fault_is_what_is_slow_each_time(tmp_path, corpus, goes, node):
-    slow = functools.partial(slow_down, goes, node)
+@pytest.mark.parametrize("attempts", [network.ATTEMPTS - 1, network.ATTEMPTS])
+def test_a_fault_is_what_is_slow_each_time(tmp_path, corpus, attempts, node):
+    slow = functools.partial(slow_down, attempts, node)
     # 4,096 bytes: 0.00008 GB/s with the sleep, and enough in 25 ms without.
     statuses, said = check(tmp_path, corpus, "--min-bandwidth", 0.00016, plant=slow)
     who = HOST if node == "0" else f"link {HOST}/0 - {HOST}/1"
-    assert (f"{who} has" in last_sentence(said)) == (goes == preflight.GOES), said
-    assert statuses == ([1, 1] if goes == preflight.GOES else [0, 0])
+    assert (f"{who} has" in last_sentence(said)) == (attempts == network.ATTEMPTS), said
+    assert statuses == ([1, 1] if attempts == network.ATTEMPTS else [0, 0])
 
 
 @pytest.mark.check
@@ -384,11 +402,11 @@ def test_the_best_time_counts_and_a_wrong_sum_each_time():
     first = [{"link": {"seconds": {"1024": 2.0, "4096": 8.0}, "wrong": []}}, {}]
     second = [{"link": {"seconds": {"1024": 3.0, "4096": 4.0}, "wrong": [1024]}}, {}]
     best, ranks = {}, {"link": [0, 1]}
-    assert preflight.collect(Three(first), "1", {}, best, ranks) == []
-    (fault,) = preflight.collect(Three(second), "2", {}, best, ranks)
+    assert network.collect(Three(first), {}, best, ranks) == []
+    (fault,) = network.collect(Three(second), {}, best, ranks)
     assert fault == "all-reduce: rank 0 on node1 has a wrong sum of 1,024 bytes"
     assert {size: cell["ms"] for size, cell in best["link"].items()} == {1024: 2000, 4096: 4000}
-    assert best["link"][4096]["GB/s"] == preflight.bus_bandwidth(4096, 4.0, 2)
+    assert best["link"][4096]["GB/s"] == network.bus_bandwidth(4096, 4.0, 2)
 
 
 def die() -> None:
@@ -405,7 +423,7 @@ def test_a_rank_that_dies_in_an_all_reduce_ends_all(tmp_path, corpus):
     statuses, said = check(tmp_path, corpus, "--timeout", 600, plant=die)
     assert statuses == [1, -signal.SIGKILL]
     end = said.splitlines()[-1]
-    assert end.startswith("Not sound: all-reduce of 4,096 bytes over 2 ranks: ")
+    assert end.startswith("Failed: all-reduce of 4,096 bytes over 2 ranks: ")
     assert end.endswith(f"; no answer from rank 1 on {HOST}.")
     assert time.monotonic() - started < 300, "somebody waited for the timeout"
 
@@ -419,14 +437,13 @@ def test_a_rank_that_hangs_ends_all(tmp_path, corpus):
     statuses, said = check(tmp_path, corpus, "--timeout", 3, plant=fall_asleep)
     assert statuses == [1, 1]
     assert said.splitlines()[-1] == (
-        "Not sound: looking for one another's files in --save-dir: not done in 3 s; "
-        f"the others wait for rank 1 on {HOST}."
+        "Failed: looking for the other nodes' files in --save-dir: not finished within 3 s; "
+        f"the other ranks wait for rank 1 on {HOST}."
     ), said
 
 
 def test_a_rank_that_does_not_come_is_named(tmp_path, corpus):
-    (tmp_path / "chapter").mkdir()
-    shutil.copy(SCRIPT, tmp_path / "chapter/train_llm.py")
+    copy_script(tmp_path / "chapter")
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     rank_0 = start(
         ["--timeout", 2, "--save-dir", tmp_path, "-d", corpus],
@@ -436,18 +453,17 @@ def test_a_rank_that_does_not_come_is_named(tmp_path, corpus):
     )
     assert finish(rank_0) == 1
     assert (tmp_path / "stdout").read_text().splitlines()[-1] == (
-        f"Not sound: rendezvous: not done in 2 s; only rank 0 on {HOST} came to "
-        f"localhost:{store.port}, and not rank 1."
+        f"Failed: rendezvous: not finished within 2 s; rank 0 on {HOST} came to "
+        f"localhost:{store.port}, rank 1 did not."
     )
 
 
 def do_not_wait() -> None:
-    sys.modules["common.cli"].HEAD_START_S = -preflight.ANSWER_WITHIN_S
+    sys.modules["common.cli"].HEAD_START_S = -rendezvous.ANSWER_WITHIN_S
 
 
 def test_a_port_where_nobody_listens(tmp_path, corpus):
-    (tmp_path / "chapter").mkdir()
-    shutil.copy(SCRIPT, tmp_path / "chapter/train_llm.py")
+    copy_script(tmp_path / "chapter")
     port = free_port()
     rank_1 = start(
         ["--timeout", 1, "--save-dir", tmp_path, "-d", corpus],
@@ -457,8 +473,8 @@ def test_a_port_where_nobody_listens(tmp_path, corpus):
     )
     assert finish(rank_1) == 1
     assert (tmp_path / "stdout").read_text() == (
-        f"[rank 1] Not sound: {HOST} cannot reach localhost:{port} within 1 s "
-        "(nobody listens there).\n"
+        f"[rank 1] Failed: {HOST} cannot reach localhost:{port} within 1 s "
+        "(no process listens there).\n"
     )
 
 
@@ -559,22 +575,22 @@ def nodes(cluster, make_folder) -> Nodes:
 
 def last_sentence(said: str) -> str:
     """Return the sentence that ends the check, from between what srun says."""
-    (sentence,) = re.findall(r"^(?:Sound|Not sound).*\.$", said, re.MULTILINE)
+    (sentence,) = re.findall(r"^(?:Passed|Failed).*\.$", said, re.MULTILINE)
     return sentence
 
 
 @pytest.mark.slurm
 @pytest.mark.slow
-def test_sound_on_two_nodes(nodes):
-    figures = nodes.folder / "sound.json"
+def test_two_healthy_nodes(nodes):
+    figures = nodes.folder / "healthy.json"
     status, said = nodes.check("--output", figures)
     assert status == 0, said
-    assert last_sentence(said).startswith("Sound: 4 ranks on 2 nodes, all-reduce of 4,096 bytes")
+    assert last_sentence(said).startswith("Passed: 4 ranks on 2 nodes, all-reduce of 4,096 bytes")
     assert "FAULT" not in said
     assert re.search(
         r"^met    at node1:\d+: ranks 0, 1 on node1 and ranks 2, 3 on node2$", said, re.M
     )
-    assert "one link has no others to be compared with" in said
+    assert "there is no other link to compare this one with" in said
     found = json.loads(figures.read_text())
     assert list(found["all_reduce"]) == ["node1", "node2", "all", "node1 - node2"]
     offset, doubt = found["clocks"]["node2"]
@@ -588,12 +604,10 @@ def test_all_that_is_different_on_node2(nodes, tmp_path):
     """Another torch, clock, code (one byte), data and save folder, all at once."""
     copy = tmp_path / "copy"
     shutil.copytree(ROOT / "common", copy / "common")
-    (copy / "03-multi-node").mkdir()
-    for chapter in ROOT.glob("[0-9]*"):
-        (copy / chapter.name).mkdir(exist_ok=True)
-        for file in chapter.glob("*.py"):
-            shutil.copy(file, copy / chapter.name)
-    changed = copy / "common/rng.py"
+    for file in ROOT.glob("[0-9]*/**/*.py"):
+        (copy / file.relative_to(ROOT)).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(file, copy / file.relative_to(ROOT))
+    changed = copy / CHANGED
     content = changed.read_bytes()
     changed.write_bytes(content[:3] + bytes([content[3] ^ 32]) + content[4:])  # in the docstring
     other = f"cp {nodes.folder}/other.json /run/corpus.json"
@@ -608,18 +622,18 @@ def test_all_that_is_different_on_node2(nodes, tmp_path):
     assert status == 1, said
     checksums = r"[0-9a-f]{16}"
     patterns = [
-        rf"code: node2 has {checksums} for common/rng.py, rank 0's node1 {checksums}",
-        rf"torch: node2 has 2.12.0\+planted, rank 0's node1 {re.escape(torch.__version__)}",
-        rf"data: node2 has {checksums} for checksum, rank 0's node1 {checksums}",
-        r"save folder: node2 has files of node2, rank 0's node1 files of node1 in /run/outputs, "
-        "which all nodes must share",
-        r"clock: node2 is \+(?:89|90)\.\d+ s from rank 0's, give or take 0\.\d+ s",
+        rf"code: node2 has {checksums} for {CHANGED}, node1 \(rank 0\) has {checksums}",
+        rf"torch: node2 has 2.12.0\+planted, node1 \(rank 0\) has {re.escape(torch.__version__)}",
+        rf"data: node2 has {checksums} for checksum, node1 \(rank 0\) has {checksums}",
+        r"save folder: node2 has files of node2, node1 \(rank 0\) has files of node1 in "
+        "/run/outputs, which all nodes must share",
+        r"clock: node2 is \+(?:89|90)\.\d+ s \(\+/- 0\.\d+ s\) off rank 0's clock",
     ]
     faults = re.findall(r"^FAULT  (.*)$", said, re.MULTILINE)
     assert len(faults) == len(patterns), faults
     for fault, pattern in zip(faults, patterns, strict=True):
         assert re.fullmatch(pattern, fault), fault
-    assert last_sentence(said) == f"Not sound, 5 faults: {'; '.join(faults)}."
+    assert last_sentence(said) == f"Failed, 5 faults: {'; '.join(faults)}."
 
 
 @pytest.mark.slurm
@@ -629,15 +643,15 @@ def test_a_port_that_a_firewall_closes(nodes):
         status, said = nodes.check("--timeout", 8)
     assert status != 0
     where = f"node1:{nodes.port}"
-    (end,) = re.findall(r"^Not sound.*$", said, re.MULTILINE)
+    (end,) = re.findall(r"^Failed.*$", said, re.MULTILINE)
     assert end == (
-        f"Not sound: rendezvous: not done in 8 s; only ranks 0, 1 on node1 came to {where} of the "
-        "nodes node[1-2], and not ranks 2, 3."
+        f"Failed: rendezvous: not finished within 8 s; ranks 0, 1 on node1 came to {where}, "
+        "ranks 2, 3 did not (the nodes are node[1-2])."
     )
     for rank in (2, 3):
         assert (
-            f"[rank {rank}] Not sound: node2 cannot reach {where} within 8 s "
-            "(no answer, as behind a firewall)."
+            f"[rank {rank}] Failed: node2 cannot reach {where} within 8 s "
+            "(no answer, perhaps a firewall)."
         ) in said
 
 
@@ -656,7 +670,8 @@ def test_a_link_slowed_down_with_tc(nodes):
     assert status == 1, said
     sentence = last_sentence(said)
     rate = re.fullmatch(
-        r"Not sound, 1 fault: bandwidth: link node1 - node2 has (\S+) GB/s, --min-bandwidth 0.01\.",
+        r"Failed, 1 fault: bandwidth: link node1 - node2 has (\S+) GB/s, "
+        r"--min-bandwidth is 0.01\.",
         sentence,
     )
     assert rate and 0.001 < float(rate[1]) < 0.0027, sentence
@@ -667,7 +682,7 @@ def test_a_link_slowed_down_with_tc(nodes):
 @pytest.mark.slurm
 @pytest.mark.slow
 def test_one_slow_node_of_three_with_the_default_thresholds(tmp_path):
-    """Sound, none of the links is taken for slow. At 4 Mbit/s all ranks do not come to 1 MiB."""
+    """No link of healthy nodes is slow. At 4 Mbit/s all ranks together do not reach 1 MiB."""
     with running_cluster(3) as trio:
 
         def set_rate(node: str, verb: str, rate: str) -> None:
@@ -681,7 +696,7 @@ def test_one_slow_node_of_three_with_the_default_thresholds(tmp_path):
             set_rate(node, "add", "200mbit")
         status, said = nodes.check("--max-bytes", 2**20, tasks=1)
         assert status == 0, said
-        assert last_sentence(said).startswith("Sound: 3 ranks on 3 nodes, all-reduce of 1,048,576")
+        assert last_sentence(said).startswith("Passed: 3 ranks on 3 nodes, all-reduce of 1,048,576")
         set_rate("node2", "change", "4mbit")
         status, said = nodes.check("--max-bytes", 2**20, tasks=1)
         assert status == 1, said
@@ -713,17 +728,19 @@ def test_as_a_line_of_the_job_file(cluster, tmp_path):
     number = lab.submit(job, "checked", "--max-steps", 4, **env)
     assert lab.ends(number) == "COMPLETED", lab.log("checked")
     said = lab.log("checked")
-    assert said.index("Sound: 4 ranks on 2 nodes") < said.index("step 4/4")
+    assert said.index("Passed: 4 ranks on 2 nodes") < said.index("step 4/4")
     # A node with other code: the job ends before it trains.
     shutil.copytree(tmp_path / "copy/common", tmp_path / "old/common")
-    (tmp_path / "old/common/rng.py").write_text("# yesterday's\n" + Path(rng.__file__).read_text())
+    (tmp_path / "old/common/checkpoint/save_load.py").write_text(
+        "# yesterday's\n" + Path(save_load.__file__).read_text()
+    )
     old = f"export PYTHONPATH={tmp_path}/old:{tmp_path}/copy;"
     there = f"if [[ $(hostname) == node2 ]]; then {old} fi; exec {quick_commands()}/python"
     words = f"=2 bash -c '{there} \"$@\"' task 03"
     replace_in(job, '=2 "$PYTHON" 03', words)
     number = lab.submit(job, "refused", "--max-steps", 4, **env)
     assert lab.ends(number) == "FAILED", lab.log("refused")
-    assert "Not sound, 1 fault: code: node2 has " in lab.log("refused")
+    assert "Failed, 1 fault: code: node2 has " in lab.log("refused")
     assert "step 4/4" not in lab.log("refused")
 
 
@@ -753,7 +770,7 @@ def test_with_other_launchers_as_the_page_has_them(cluster, tmp_path, launcher):
     ]
     said = [process.communicate(timeout=PATIENCE_S)[0] for process in processes]
     assert [process.returncode for process in processes] == [0] * len(enter), said
-    assert "Sound: 4 ranks on 2 nodes" in "".join(said)
+    assert "Passed: 4 ranks on 2 nodes" in "".join(said)
 
 
 @pytest.mark.slurm
@@ -769,7 +786,7 @@ def test_ports_other_than_the_first_that_a_firewall_closes(nodes):
         finally:
             nodes.shell(*rule, "del", "pref", 9)
     assert status != 0
-    assert "Not sound: connecting the ranks: " in said, said
+    assert "Failed: connecting the ranks: " in said, said
 
 
 @pytest.mark.slurm

@@ -23,9 +23,11 @@ from runner import Ranks, finish, start
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from common import checkpoint, cli, commit, launch, plan, record, remote, runs, sources, tracker
+from common import cli, distributed, storage, tracker
+from common.checkpoint import manifest, save_load, trained
 from common.cli import InputError
-from common.mirror import mirror
+from common.data import sources
+from common.data.sources import mirror
 
 pytest.importorskip("s3fs", reason="needs s3fs, of the extra s3")
 moto_server = pytest.importorskip("moto.server", reason="needs moto, of the extra test")
@@ -33,7 +35,9 @@ import fsspec  # noqa: E402
 import s3fs  # noqa: E402
 
 SMALL = ["-s", 32, "--global-batch-size", 6, "--max-steps", 8, "--ckpt-freq", 2, "--log-freq", 1]
-SENTENCE = "see that it can be reached and start the same command again, it goes on from the last"
+SENTENCE = (
+    "make sure that it can be reached, then start the same command again to resume from the last"
+)
 TRAINING = {"model": "tiny"}
 
 
@@ -155,7 +159,7 @@ def run(monkeypatch, capfd, caplog):
         monkeypatch.setattr(sys, "argv", ["train_llm.py", *map(str, args), "-e", "run"])
         capfd.readouterr()
         with pytest.raises(SystemExit) as exit_:
-            launch.run(load_script(ROOT / "01-single-gpu/train_llm.py").main)
+            distributed.run(load_script(ROOT / "01-single-gpu/train_llm.py").main)
         lines = capfd.readouterr().err.splitlines()
         assert not any("Traceback" in line for line in lines), lines
         return exit_.value.code or 0, [f"[20: {text}" for text in caplog.messages] + lines
@@ -188,11 +192,11 @@ def straight(texts) -> dict[str, Path]:
 def test_all_of_a_run_at_an_address(place, server, run, straight, texts, tmp_path):
     address = {"s3": "s3://bucket/all", "memory": "memory://all", "file": f"file://{tmp_path}"}
     data = f"{address[place]}/data/corpus.json"
-    remote.as_path(data).fs.pipe_file(remote.as_path(data).path, texts.read_bytes())
+    storage.as_path(data).fs.pipe_file(storage.as_path(data).path, texts.read_bytes())
     args = ("-d", data, *SMALL, "--save-dir", f"{address[place]}/runs")
     status, lines = run(*args)
     assert status == 0, lines
-    run_dir = remote.as_path(f"{address[place]}/runs/run")
+    run_dir = storage.as_path(f"{address[place]}/runs/run")
     assert any(f"the run's folder is {run_dir}; " in line for line in lines)
     assert losses(run_dir) == losses(straight["01-single-gpu"])
     found = {path.removeprefix(run_dir.path + "/") for path in run_dir.fs.find(run_dir.path)}
@@ -200,7 +204,7 @@ def test_all_of_a_run_at_an_address(place, server, run, straight, texts, tmp_pat
         f"checkpoints/step-0000000{n}/{f}" for n in (6, 8) for f in (".metadata", "__0_0.distcp")
     }
     assert found == {"state.json", "metrics.jsonl"} | files
-    here = {path.name for path in remote.local_side(run_dir).iterdir()}
+    here = {path.name for path in storage.local_run_dir(run_dir).iterdir()}
     assert here == {".lock", "state.json"}, "nothing else stays on this machine"
     # To the checkpoint before, as with a folder.
     run_dir.fs.rm((run_dir / "checkpoints/step-00000008").path, recursive=True)
@@ -252,7 +256,7 @@ def test_a_connection_cut_in_a_save(chapter, options, server, bucket, straight, 
     proxy.mend()
     assert train() == [0] * ranks
     assert "resumed after step 2 of 8" in (tmp_path / "stderr-0").read_text()
-    run_dir = remote.as_path(f"{bucket}/run")
+    run_dir = storage.as_path(f"{bucket}/run")
     assert losses(run_dir) == losses(straight[chapter])
     found = steps_below(f"{bucket}/run")
     assert found == {"step-00000006", "step-00000008"}, "nothing half-written stays"
@@ -281,7 +285,9 @@ def test_export(server, bucket, straight, monkeypatch, tmp_path, capsys):
     one, other = [(folder / "model.safetensors").read_bytes() for folder in folders]
     assert one == other
     logits = [
-        runs.load_trained(str(place), "gpt2-tiny", None, None).model(torch.tensor([[1, 2]])).logits
+        trained.load_trained(str(place), "gpt2-tiny", None, None)
+        .model(torch.tensor([[1, 2]]))
+        .logits
         for place in (f"{bucket}/run", straight["01-single-gpu"])
     ]
     assert torch.equal(*logits)
@@ -332,7 +338,7 @@ def test_wrong_credentials(server, refuse):
         answer_to(server, float("inf"))
     for sentence in (saving, reading):
         assert "(The AWS Access Key Id you provided does not exist in our records)" in sentence
-        assert "look at the address and the credentials" in sentence
+        assert "check the address and the credentials" in sentence
 
 
 def test_no_server(server, refuse, monkeypatch):
@@ -354,7 +360,7 @@ def test_packages_that_are_missing(refuse, monkeypatch):
             patch.delitem(sys.modules["fsspec.registry"]._registry, "s3", raising=False)
             for sentence in refuse(address):
                 assert f"{address}" in sentence and "needs more packages (" in sentence
-                assert "requirements.txt --editable '.[s3]' brings those for s3://" in sentence
+                assert "requirements.txt --editable '.[s3]'" in sentence
     for sentence in refuse("nosuch://bucket"):
         assert "cannot be opened (" in sentence
 
@@ -369,19 +375,17 @@ def save(run_dir: Path, step: int, value: float, keep: int = 2) -> None:
         nn.init.constant_(parameter, value)
     optimizer = torch.optim.AdamW(model.parameters())
     schedule = LambdaLR(optimizer, lambda step: 1.0)
-    checkpoint.save_checkpoint(run_dir, model, optimizer, schedule, {"step": step}, TRAINING, keep)
+    save_load.save_checkpoint(run_dir, model, optimizer, schedule, {"step": step}, TRAINING, keep)
 
 
 def load(run_dir: Path) -> tuple[int, float]:
     """Return step and value of the checkpoint that a run at this address goes on from, or zeros."""
-    found = record.find_checkpoint(run_dir, TRAINING)
+    found = manifest.find_checkpoint(run_dir, TRAINING)
     if found is None:
         return 0, 0.0
     model, state = nn.Linear(3, 2), {"step": 0}
     optimizer = torch.optim.AdamW(model.parameters())
-    checkpoint.load_checkpoint(
-        found, model, optimizer, LambdaLR(optimizer, lambda step: 1.0), state
-    )
+    save_load.load_checkpoint(found, model, optimizer, LambdaLR(optimizer, lambda step: 1.0), state)
     (value,) = {number for each in model.parameters() for number in each.flatten().tolist()}
     return state["step"], value
 
@@ -419,7 +423,7 @@ def fail_at_each_request(
     requests the save takes.
     """
     fs, root, number = run_dir.fs, run_dir.path, 0
-    remote.local_side(run_dir).mkdir(parents=True, exist_ok=True)
+    storage.local_run_dir(run_dir).mkdir(parents=True, exist_ok=True)
     for step, value in before:
         save(run_dir, step, value)
     objects = fs.cat(fs.find(root)) if before else {}
@@ -428,7 +432,7 @@ def fail_at_each_request(
         possible += before  # its old record goes first
     while True:
         number += 1 if changes else 3
-        if remote.is_folder(run_dir):
+        if storage.is_folder(run_dir):
             fs.rm(root, recursive=True)
         fs.pipe(objects)
         with monkeypatch.context() as patch:
@@ -437,7 +441,7 @@ def fail_at_each_request(
             try:
                 save(run_dir, *then)
             except InputError as error:
-                assert "(planted): see that it can be reached" in str(error)
+                assert "(planted): make sure that it can be reached" in str(error)
         if requests.count < number:
             assert load(run_dir) == then
             return number - 1
@@ -453,7 +457,7 @@ def fail_at_each_request(
 
 @pytest.fixture
 def run_dir(bucket) -> Path:
-    return remote.as_path(bucket) / "run"
+    return storage.as_path(bucket) / "run"
 
 
 def test_first_save_cut_at_each_change(run_dir, monkeypatch):
@@ -481,33 +485,33 @@ def test_save_of_a_step_that_is_recorded_cut_at_each_change(run_dir, monkeypatch
 
 def record_first(patch: pytest.MonkeyPatch) -> None:
     """state.json names the checkpoint before its files are there."""
-    make_room = commit.make_room
+    make_room = manifest.make_room
 
     def plant(run_dir: Path, unfinished: Path, step: int, training: dict) -> None:
         make_room(run_dir, unfinished, step, training)
-        records = commit._drop_stale(run_dir, step, training)
+        records = manifest._drop_stale(run_dir, step, training)
         path = f"checkpoints/{unfinished.name}"
         records.append({"step": step, "path": path, "files": {}})
-        commit._write_record(run_dir, training, records)
+        manifest._write_record(run_dir, training, records)
         (unfinished / "__0_0.distcp").fs.pipe_file((unfinished / "__0_0.distcp").path, b"")
 
-    patch.setattr(checkpoint, "make_room", plant)
+    patch.setattr(save_load, "make_room", plant)
 
 
 def believe_the_names(patch: pytest.MonkeyPatch) -> None:
     """The newest folder counts, whatever state.json says."""
-    find = record.find_checkpoint
+    find = manifest.find_checkpoint
 
     def plant(run_dir: Path, training: dict) -> Path | None:
         find(run_dir, training)
         return max((run_dir / "checkpoints").glob("step-*"), key=lambda path: path.name)
 
-    patch.setattr(record, "find_checkpoint", plant)
+    patch.setattr(manifest, "find_checkpoint", plant)
 
 
 def keep_the_record(patch: pytest.MonkeyPatch) -> None:
     """The record of a step stays while its files are overwritten."""
-    patch.setattr(checkpoint, "make_room", lambda *_: None)
+    patch.setattr(save_load, "make_room", lambda *_: None)
 
 
 @pytest.mark.parametrize(
@@ -530,7 +534,7 @@ def test_planted_bug_is_noticed(plant, step, noticed, run_dir, monkeypatch):
 
 
 def test_a_flipped_bit_and_the_way_back(run_dir):
-    remote.local_side(run_dir).mkdir(parents=True, exist_ok=True)
+    storage.local_run_dir(run_dir).mkdir(parents=True, exist_ok=True)
     for step in (1, 2):
         save(run_dir, step, step)
     file = run_dir / "checkpoints/step-00000002/__0_0.distcp"
@@ -539,7 +543,7 @@ def test_a_flipped_bit_and_the_way_back(run_dir):
     file.fs.pipe_file(file.path, bytes(content))
     with pytest.raises(InputError) as refused:
         load(run_dir)
-    assert f"{file} is damaged: delete {file.parent} to go on from step 1" in str(refused.value)
+    assert f"{file} is damaged: delete {file.parent} to resume from step 1" in str(refused.value)
     file.fs.rm(file.path)
     with pytest.raises(InputError, match="is damaged"):
         load(run_dir)
@@ -549,7 +553,7 @@ def test_a_flipped_bit_and_the_way_back(run_dir):
 
 def test_a_run_moves_from_a_store_to_a_disk_and_back(run_dir, tmp_path, monkeypatch):
     """Another store has other marks, a disk has none: then the checksums are compared."""
-    remote.local_side(run_dir).mkdir(parents=True, exist_ok=True)
+    storage.local_run_dir(run_dir).mkdir(parents=True, exist_ok=True)
     save(run_dir, 1, 1.0)
     store().get(run_dir.path, str(tmp_path / "run"), recursive=True)
     assert load(tmp_path / "run") == (1, 1.0)
@@ -563,7 +567,7 @@ def test_a_run_moves_from_a_store_to_a_disk_and_back(run_dir, tmp_path, monkeypa
 
 
 def test_what_is_unchanged_is_not_read_to_be_compared(run_dir, monkeypatch):
-    remote.local_side(run_dir).mkdir(parents=True, exist_ok=True)
+    storage.local_run_dir(run_dir).mkdir(parents=True, exist_ok=True)
     fetched = []
     original = s3fs.core.S3File._fetch_range
 
@@ -575,9 +579,9 @@ def test_what_is_unchanged_is_not_read_to_be_compared(run_dir, monkeypatch):
     monkeypatch.setattr(s3fs.core.S3File, "_fetch_range", fetch)
     save(run_dir, 1, 1.0)
     assert {Path(path).name for path, _ in fetched} == {".metadata"}, "no tensor is read back"
-    found = record.find_checkpoint(run_dir, TRAINING)
+    found = manifest.find_checkpoint(run_dir, TRAINING)
     fetched.clear()
-    assert record.find_checkpoint(run_dir, TRAINING) == found
+    assert manifest.find_checkpoint(run_dir, TRAINING) == found
     assert {Path(path).name for path, _ in fetched} == {"state.json"}
     fetched.clear()
     load(run_dir)
@@ -619,7 +623,7 @@ def test_a_copy_that_was_cut_is_none(bucket, monkeypatch):
             Path(target).write_bytes(b"text")
 
     with monkeypatch.context() as patch:
-        patch.setattr(remote.as_path(bucket).fs, "get", get)
+        patch.setattr(storage.as_path(bucket).fs, "get", get)
         with pytest.raises(InputError, match="has 4000 bytes, and 4 arrived"):
             mirror(bucket, (".txt",))
     assert (mirror(bucket, (".txt",)) / "a.txt").read_bytes() == b"text" * 1000
@@ -630,22 +634,22 @@ def test_a_copy_that_was_cut_is_none(bucket, monkeypatch):
 
 def test_launch_files_and_job_scripts_find_their_folder(run_dir, monkeypatch):
     """They read $SAVE_DIR/$NAME/requeue and state.json, and write the logs of the ranks there."""
-    name, save_dir, *_ = plan.plan(["-e", "run", "--save-dir", str(run_dir.parent)])
-    here = remote.local_side(run_dir)
+    name, save_dir, *_ = distributed.plan(["-e", "run", "--save-dir", str(run_dir.parent)])
+    here = storage.local_run_dir(run_dir)
     assert Path(save_dir) / name == here
     assert tracker.make_run_dir(str(run_dir.parent), "run", 0) == run_dir
     monkeypatch.setenv("RANK", "0")
-    launch.ask_for_requeue(run_dir, 4)
+    distributed.ask_for_requeue(run_dir, 4)
     assert (here / "requeue").read_text() == "0 0\n"
     save(run_dir, 4, 1.0)
     assert (here / "state.json").read_bytes() == (run_dir / "state.json").read_bytes()
     tracker.make_run_dir(str(run_dir.parent), "run", 0)
     assert not (here / "requeue").exists(), "it is from the start before"
-    assert plan.plan(["--save-dir", "outputs", "-e", "run"])[1] == "outputs"
+    assert distributed.plan(["--save-dir", "outputs", "-e", "run"])[1] == "outputs"
 
 
 def test_a_second_process_in_the_same_run(run_dir, monkeypatch):
-    here = remote.local_side(run_dir)
+    here = storage.local_run_dir(run_dir)
     here.mkdir(parents=True, exist_ok=True)
     with tracker.FileLock(here / ".lock"), pytest.raises(InputError) as refused:
         tracker.make_run_dir(str(run_dir.parent), "run", 0)

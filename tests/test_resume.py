@@ -22,14 +22,15 @@ from runner import SAVE_STAGES, finish, start
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.optim.lr_scheduler import LambdaLR
 
-from common import checkpoint, commit, rng, summing
+from common import checkpoint
+from common.checkpoint import files, manifest, save_load
+from common.checkpoint.files import Writer
+from common.checkpoint.manifest import measure_file
 from common.cli import InputError
 from common.data import ResumableSampler
-from common.record import measure_file
-from common.writer import Writer, _LocalFiles, open_writer
 
 STEPS = 40
-EXACT = ("loss", "lr", "grad_norm", "epoch", "epoch_progress", "batches_left", "eval_loss")
+EXACT = ("loss", "lr", "grad_norm", "epoch", "eval_loss")
 
 
 @pytest.fixture(scope="module")
@@ -188,7 +189,7 @@ def test_ctrl_c_in_a_save_is_no_full_disk(straight, runs, tmp_path):
 
 
 def keep_seeded_rng(monkeypatch):
-    monkeypatch.setattr(checkpoint, "set_rng_state", lambda rng: None)
+    monkeypatch.setattr(save_load, "set_rng_state", lambda rng: None)
 
 
 def take_epoch_0s_order(monkeypatch):
@@ -215,7 +216,7 @@ def set_the_schedule_back_a_step(monkeypatch):
 
 
 def drop_the_moments(monkeypatch):
-    original = checkpoint.set_state_dict
+    original = save_load.set_state_dict
 
     def load(model, optimizer, *, model_state_dict: dict, optim_state_dict: dict) -> None:
         for moments in optim_state_dict["state"].values():
@@ -225,11 +226,11 @@ def drop_the_moments(monkeypatch):
             model, optimizer, model_state_dict=model_state_dict, optim_state_dict=optim_state_dict
         )
 
-    monkeypatch.setattr(checkpoint, "set_state_dict", load)
+    monkeypatch.setattr(save_load, "set_state_dict", load)
 
 
 def forget_the_loss_since_the_last_log(monkeypatch):
-    original = checkpoint.save_checkpoint
+    original = save_load.save_checkpoint
 
     def save(run_dir, model, optimizer, lr_scheduler, state: dict, *args: object) -> None:
         state = {**state, "running_loss": torch.zeros(())}
@@ -259,7 +260,7 @@ def test_planted_bug_is_noticed(straight, train, flags, monkeypatch, tmp_path, b
     # A mistake in saving must be there before the stop, one in resuming only after it.
     if bug is forget_the_loss_since_the_last_log:
         bug(monkeypatch)
-    # Trained to the end, then set back to step 35 by deleting the newest checkpoint.
+    # TrainedModel to the end, then set back to step 35 by deleting the newest checkpoint.
     assert [line["loss"] for line in train(*flags) if "loss" in line] == [
         line["loss"] for line in straight.metrics("straight") if "loss" in line
     ]
@@ -290,7 +291,7 @@ def written(tmp_path, monkeypatch) -> tuple[Path, Writer, list[bool]]:
         save(*args, **options)
 
     monkeypatch.setattr(torch, "save", note)
-    writer = open_writer(tmp_path)
+    writer = Writer(tmp_path)
     content = {"one": torch.arange(1000.0), "two": torch.zeros(3)}
     dcp.save(content, checkpoint_id=tmp_path, storage_writer=writer, no_dist=True)
     return tmp_path, writer, with_crc32
@@ -321,11 +322,11 @@ def check_that_a_disk_begins_early(folder: Path, monkeypatch) -> None:
         assert (count, advice) == (0, os.POSIX_FADV_DONTNEED), "all from there on"
         asked.append((offset, os.fstat(file).st_size))
 
-    monkeypatch.setattr(summing, "STRETCH", 2_500_000)
+    monkeypatch.setattr(files, "FLUSH_BYTES", 2_500_000)
     monkeypatch.setattr(os, "posix_fadvise", advise)
     monkeypatch.setattr(os, "fsync", lambda file: asked.append("sync"))
     content = {f"number {n}": torch.full((250_000,), float(n)) for n in range(20)}
-    dcp.save(content, checkpoint_id=folder, storage_writer=open_writer(folder), no_dist=True)
+    dcp.save(content, checkpoint_id=folder, storage_writer=Writer(folder), no_dist=True)
     stretches = asked[: asked.index("sync")]
     offsets = [offset for offset, _ in stretches]
     assert offsets[:1] == [0] and len(offsets) >= 6, "nothing is left for the end"
@@ -343,7 +344,9 @@ def test_a_disk_begins_before_the_file_is_complete(tmp_path, monkeypatch):
 
 @needs_advice
 def test_planted_file_that_is_left_for_the_end_is_noticed(tmp_path, monkeypatch):
-    monkeypatch.setattr(_LocalFiles, "early", False)
+    init = files.SummingStream.__init__
+    planted = lambda self, stream, early: init(self, stream, False)  # noqa: E731
+    monkeypatch.setattr(files.SummingStream, "__init__", planted)
     with pytest.raises(AssertionError, match="left for the end"):
         check_that_a_disk_begins_early(tmp_path, monkeypatch)
 
@@ -372,10 +375,10 @@ def check_the_order_of_a_commit(folder: Path, monkeypatch) -> None:
 
     monkeypatch.setattr(os, "fsync", note_sync)
     monkeypatch.setattr(Path, "replace", check_rename)
-    monkeypatch.setattr(commit, "remove_folder", check_removal)
+    monkeypatch.setattr(manifest, "remove_folder", check_removal)
     for step in (1, 2):
-        checkpoint.write_content(folder, {"state": {"step": step}}, {}, keep=1)
-        commit.finish_removal()
+        save_load.write_content(folder, {"state": {"step": step}}, {}, keep=1)
+        manifest.finish_removal()
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-00000002"]
 
 
@@ -385,18 +388,18 @@ def test_the_order_of_a_commit(tmp_path, monkeypatch):
 
 
 def delete_first(monkeypatch) -> None:
-    write = commit._write_record
+    write = manifest._write_record
 
     def delete_and_write(run_dir: Path, training: dict, records: list[dict]) -> None:
         if (run_dir / "state.json").exists():
-            commit._remove_all_but(records, run_dir)
+            manifest._remove_all_but(records, run_dir)
         write(run_dir, training, records)
 
-    monkeypatch.setattr(commit, "_write_record", delete_and_write)
+    monkeypatch.setattr(manifest, "_write_record", delete_and_write)
 
 
 def do_not_sync_the_record(monkeypatch) -> None:
-    monkeypatch.setattr(commit, "os", types.SimpleNamespace(fsync=lambda file: None))
+    monkeypatch.setattr(manifest, "os", types.SimpleNamespace(fsync=lambda file: None))
 
 
 @pytest.mark.check
@@ -420,10 +423,10 @@ def test_all_generators_go_on_where_they_were():
     def draw() -> tuple[float, float, float]:
         return torch.rand(()).item(), np.random.rand(), random.random()
 
-    state = rng.get_rng_state()
+    state = save_load.get_rng_state()
     first = draw()
     assert all(one != other for one, other in zip(first, draw(), strict=True))
-    rng.set_rng_state(state)
+    save_load.set_rng_state(state)
     assert draw() == first
 
 
@@ -444,17 +447,17 @@ def check_that_nobody_waits_for_a_removal(folder: Path, monkeypatch) -> None:
         make_room(*args)
         events.append("made room")
 
-    make_room = checkpoint.make_room
-    monkeypatch.setattr(commit, "remove_folder", remove)
-    monkeypatch.setattr(checkpoint, "make_room", note_room)
+    make_room = save_load.make_room
+    monkeypatch.setattr(manifest, "remove_folder", remove)
+    monkeypatch.setattr(save_load, "make_room", note_room)
     for step in (1, 2):
-        checkpoint.write_content(folder, {"state": {"step": step}}, {}, keep=1)
+        save_load.write_content(folder, {"state": {"step": step}}, {}, keep=1)
     assert events == ["made room"] * 2, "waited for the removal"
     (record,) = json.loads((folder / "state.json").read_text())["checkpoints"]
     assert record["step"] == 2
     may_delete.set()
-    checkpoint.write_content(folder, {"state": {"step": 3}}, {}, keep=1)
-    commit.finish_removal()
+    save_load.write_content(folder, {"state": {"step": 3}}, {}, keep=1)
+    manifest.finish_removal()
     assert events[2:] == ["removed step-00000001", "made room", "removed step-00000002"], "too soon"
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-00000003"]
 
@@ -479,8 +482,8 @@ class WaitingThread(threading.Thread):
     ids=["awaited", "not before the next"],
 )
 def test_planted_removal_at_the_wrong_time(tmp_path, monkeypatch, name, planted, seen):
-    finish_removal = commit.finish_removal
-    monkeypatch.setattr(f"common.commit.{name}", planted)
+    finish_removal = manifest.finish_removal
+    monkeypatch.setattr(f"common.checkpoint.manifest.{name}", planted)
     with pytest.raises((AssertionError, InputError), match=seen):
         check_that_nobody_waits_for_a_removal(tmp_path, monkeypatch)
     finish_removal()
@@ -495,12 +498,12 @@ def test_what_cannot_be_deleted_is_said_and_tried_again(tmp_path, monkeypatch, c
         raise PermissionError(errno.EACCES, "Permission denied", str(path))
 
     def save(step: int) -> None:
-        checkpoint.write_content(tmp_path, {"state": {"step": step}}, {}, keep=1)
-        commit.finish_removal()
+        save_load.write_content(tmp_path, {"state": {"step": step}}, {}, keep=1)
+        manifest.finish_removal()
 
     save(1)
     with monkeypatch.context() as patch:
-        patch.setattr(commit, "remove_folder", refuse)
+        patch.setattr(manifest, "remove_folder", refuse)
         save(2)
         old = tmp_path / "checkpoints/step-00000001"
         said = f"an older checkpoint cannot be deleted: {old} (Permission denied)"
@@ -522,5 +525,5 @@ def test_where_no_thread_starts_it_is_deleted_at_once(tmp_path, monkeypatch):
 
     monkeypatch.setattr(threading.Thread, "start", refuse)
     for step in (1, 2):
-        checkpoint.write_content(tmp_path, {"state": {"step": step}}, {}, keep=1)
+        save_load.write_content(tmp_path, {"state": {"step": step}}, {}, keep=1)
     assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000002"]

@@ -22,6 +22,7 @@ from test_resume import EXACT, assert_same_tensors, make_flags
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from common import checkpoint, cli
+from common.checkpoint import save_load
 
 MIDDLE = 15
 
@@ -208,25 +209,25 @@ def test_sharded_moments_go_on(folder, no_dropout, alone, after):
 
 def save_the_rate_of_the_last_step() -> None:
     """ZeRO's inner optimizer, which holds the moments, learns of a new rate in the next step."""
-    original = checkpoint.collect_content
+    original = save_load.collect_content
 
     def content(model, optimizer, *args: object) -> dict:
         found = original(model, optimizer, *args)
         found["optimizer"]["param_groups"][0]["lr"] = optimizer.optim.param_groups[0]["lr"]
         return found
 
-    checkpoint.collect_content = content
+    save_load.collect_content = content
 
 
 def save_the_moments_of_rank_0_only() -> None:
-    original = checkpoint.dcp.save
+    original = save_load.dcp.save
 
     def save(content: dict, **options: object) -> object:
         for moments in content["optimizer"]["state"].values():
-            moments["exp_avg"] = moments["exp_avg"] * (checkpoint.dist.get_rank() == 0)
+            moments["exp_avg"] = moments["exp_avg"] * (save_load.dist.get_rank() == 0)
         return original(content, **options)
 
-    checkpoint.dcp.save = save
+    save_load.dcp.save = save
 
 
 @pytest.mark.slow
@@ -256,7 +257,7 @@ def save_what_is_loaded(folder: Path, bug: Callable[[], None] | None = None) -> 
 
     def load_and_save(path: Path, *run: object) -> None:
         load(path, *run)
-        checkpoint.save_checkpoint(folder, *run, training={}, keep=1)
+        checkpoint.save_checkpoint(folder, *run, settings={}, keep=1)
 
     checkpoint.load_checkpoint = load_and_save
     if bug:
@@ -264,14 +265,14 @@ def save_what_is_loaded(folder: Path, bug: Callable[[], None] | None = None) -> 
 
 
 def load_no_moments() -> None:
-    load = checkpoint.dcp.load
+    load = save_load.dcp.load
 
     def load_all_but_moments(content: dict, **options: object) -> None:
         load(content, **options)
         for moments in content["optimizer"]["state"].values():
             moments["exp_avg"].zero_()
 
-    checkpoint.dcp.load = load_all_but_moments
+    save_load.dcp.load = load_all_but_moments
 
 
 def assert_loaded(saved: Path, step: int, loaded: Path) -> None:

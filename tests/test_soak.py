@@ -21,7 +21,7 @@ STEPS = 6
 def lines() -> list[dict]:
     """What a run has logged, with an evaluation at every third step."""
     drawn = random.Random(0)
-    keys = ("loss", "lr", "grad_norm", "epoch", "epoch_progress", "batches_left")
+    keys = ("loss", "lr", "grad_norm", "epoch")
     return [
         {"step": step, **{key: drawn.random() for key in keys}}
         | ({"eval_loss": drawn.random()} if step % 3 == 0 else {})

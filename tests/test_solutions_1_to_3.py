@@ -37,7 +37,8 @@ sys.path.append(str(ROOT / "tests/benchmarks"))
 import report
 from step_memory import saved_bytes
 
-from common import data, models
+from common import models
+from common.data import dataset
 from common.timers import flops_per_token
 
 SOLVED = CHAPTERS[:3]
@@ -328,8 +329,8 @@ def ring() -> list[str]:
 def arithmetic(devices: int) -> str:
     """Return how the default step is shared out, as the log says it."""
     args = type("Args", (), {"global_batch_size": 24, "batch_size": 8})
-    micro_batch_size, accumulation = data.split_batch(args, devices, 1000)
-    return data.describe_batch(micro_batch_size, devices, accumulation, 128).split(" = ")[0]
+    micro_batch_size, accumulation = dataset.split_batch(args, devices, 1000)
+    return dataset.describe_batch(micro_batch_size, devices, accumulation, 128).split(" = ")[0]
 
 
 def back_and_forth() -> list[str]:

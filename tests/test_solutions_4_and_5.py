@@ -184,6 +184,7 @@ def test_diff_applies_and_is_shown(chapter, number, tmp_path):
 # --- the numbers ---
 
 MEMORY = load_script(ROOT / SHARDED / "memory.py")
+PEAK_MEMORY = load_script(ROOT / SHARDED / "peak_memory.py")
 LARGE = ("llama-3.1-8b", 8192, 80)  # the example of the last exercise: model, tokens, GiB
 FIRST_SCALE = 2**16  # of GradScaler
 
@@ -211,7 +212,7 @@ def one_of(ranks: int, rank: int = 0) -> Iterator[None]:
 def shard(model: torch.nn.Module, shape: tuple[int, ...], output_layer: bool = False) -> None:
     """Shard a model as the chapter does, its output layer by itself if wanted."""
     mesh = init_device_mesh("cpu", shape, mesh_dim_names=("replicate", "shard")[-len(shape) :])
-    blocks = models.find_blocks(model)
+    blocks = models.find_layers(model)
     for block in blocks:
         fully_shard(block, mesh=mesh)
     if output_layer:
@@ -263,7 +264,7 @@ def half_the_ranks() -> list[str]:
         assert measured["bytes_by_rank"] == [states] * ranks
     extra = held[3][0] - 4 * size(model) // 3
     assert 4 * size(model) % 3 == 0 and held[3][0] == held[3][1]
-    assert held[3][0] == 4 * MEMORY.shard_numel([p.shape for p in model.parameters()], 3)
+    assert held[3][0] == 4 * PEAK_MEMORY.shard_numel([p.shape for p in model.parameters()], 3)
     small = bytes_by_rank("gpt2-tiny", 3)
     cut = [p.shape[0] % 3 > 0 for p in tiny().parameters()]
     return [
@@ -306,7 +307,7 @@ def peak_of_llama(output_layer: bool) -> tuple[int, int]:
 def smaller_root() -> list[str]:
     (before, root), (after, own) = (peak_of_llama(output_layer) for output_layer in (False, True))
     llama, gpt2 = tiny("llama-tiny"), tiny()
-    block = 4 * size(models.find_blocks(llama)[0])
+    block = 4 * size(models.find_layers(llama)[0])
     assert before == after and root - own == block
     output_layer = llama.lm_head.weight.nbytes
     counts = [len(list(gpt2.parameters()))]
@@ -350,7 +351,7 @@ def two_by_two() -> list[str]:
             first_rows.append(2048 * half)
     assert len(halves) == 2 and first_rows == [0, 2048, 0, 2048]
     whole = 4 * size(tiny())
-    in_blocks = 4 * sum(size(block) for block in models.find_blocks(tiny()))
+    in_blocks = 4 * sum(size(block) for block in models.find_layers(tiny()))
     ring = 3 * (3 * in_blocks + 2 * (whole - in_blocks)) // 4
     return [
         "Ranks 0 and 2 hold equal rows",
@@ -366,23 +367,23 @@ def your_model() -> list[str]:
     name, seq_length, memory = LARGE
     config, counted = models.load_config(name), {}
     options = MEMORY.Options(seq_length=seq_length)
-    one = MEMORY.climb(config, options, counted)
+    one = MEMORY.predict_all(config, options, counted)
     full = "Chapter 4 with --activation-checkpointing full"
     offload = f"{full} --cpu-offload"
     assert MEMORY.first_fit(one, memory, host=False) is None
     assert MEMORY.first_fit(one, memory) == offload
 
     def on(gpus: int, rung: str) -> dict:
-        changes = {**MEMORY.LADDER[rung], "gpus": gpus}
+        changes = {**MEMORY.SETUPS[rung], "gpus": gpus}
         return MEMORY.predict(config, dataclasses.replace(options, **changes), counted)
 
-    before = list(MEMORY.LADDER)[: list(MEMORY.LADDER).index(full) + 1]
+    before = list(MEMORY.SETUPS)[: list(MEMORY.SETUPS).index(full) + 1]
     two = {rung: on(2, rung) for rung in before if rung != "Chapter 1"}
     assert MEMORY.first_fit(two, memory) == full
     eight, mixed = on(8, full), on(8, full.replace("4", "5"))
     kept = [two[rung] for rung in before[3:]]
-    assert [rung["moment"][0] for rung in kept] == ["head", "head", "backward"]
-    assert eight["moment"][0] == "head"
+    assert [rung["peak_at"][0] for rung in kept] == ["head", "head", "backward"]
+    assert eight["peak_at"][0] == "head"
     gib = [f"{rung['peak'] / MEMORY.GIB:.1f}" for rung in (*kept, one[offload], eight, mixed)]
     return [
         "shape of Llama 3.1 8B",

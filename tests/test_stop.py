@@ -18,7 +18,7 @@ from test_resume import STEPS, make_flags
 from test_resume_ranks import assert_exact, children, newest_step
 
 from common import cli, tracker
-from common.launch import REQUEUE_STATUS
+from common.distributed import REQUEUE_STATUS
 
 STOPPING = CHAPTERS[2:]
 TERM, USR1 = int(signal.SIGTERM), int(signal.SIGUSR1)
@@ -112,10 +112,10 @@ def test_stopped_and_stopped_again(runs, chapter):
 
 # What is replaced in the script, and the check that must be red.
 BUGS = {
-    "no agreement": ("            dist.all_reduce(warned)\n", "", "the statuses are"),
+    "no agreement": ("            dist.all_reduce(stop_requests)\n", "", "the statuses are"),
     "no save": (" or last or stop:", " or last:", "the checkpoint is of step 5"),
     "each rank leaves by itself": ("stop_signals.append(received)", "sys.exit(75)", "the statuses"),
-    "no file": ("= launch.ask_for_requeue(", "= (lambda *_: 75)(", "the file is missing"),
+    "no file": ("= distributed.ask_for_requeue(", "= (lambda *_: 75)(", "the file is missing"),
 }
 
 
@@ -210,7 +210,7 @@ def test_the_processes_that_prepare_data_are_told_too(runs, chapter):
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 def test_planted_workers_that_end_are_noticed(runs, tmp_path):
-    where = "        worker_init_fn=launch.outlive_stop,"
+    where = "        worker_init_fn=launch.ignore_stop_signals,"
     chapter = plant(STOPPING[0], tmp_path / "chapter", [(where, "        #")])
     options = {"signals": (), "plant": functools.partial(signal_the_family, 1)}
     name = "workers-that-end"

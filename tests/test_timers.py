@@ -15,8 +15,8 @@ from test_parity import plant
 from transformers import AutoModelForCausalLM, GPT2LMHeadModel
 
 from common import models, timers
-from common.data import Blocks
-from common.timers import PhaseTimers, find_slowest, flops_per_token, peak_flops
+from common.data import Sequences
+from common.timers import PhaseTimers, find_straggler, flops_per_token, peak_flops
 
 
 def test_phases_add_up():
@@ -106,7 +106,7 @@ def find_slowest_on(rank: int, meeting_file: Path, queue) -> None:
     socket.gethostname = lambda: f"node{rank}"
     store = f"file://{meeting_file}"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=len(WAITS_MS))
-    queue.put((rank, find_slowest(WAITS_MS[rank])))
+    queue.put((rank, find_straggler(WAITS_MS[rank])))
     dist.barrier()
     dist.destroy_process_group()
 
@@ -118,7 +118,7 @@ def test_who_waits_least_is_the_slowest(tmp_path):
 
 
 def test_alone_nobody_waits():
-    assert find_slowest(1.0) == {}
+    assert find_straggler(1.0) == {}
 
 
 # How late rank 1 is in each step, in 3 micro-batches. What else delays a rank of a busy machine can
@@ -143,14 +143,14 @@ def make_rank_1_late() -> None:
 
 
 def make_data_of_rank_1_late() -> None:
-    load = Blocks.__getitem__
+    load = Sequences.__getitem__
 
     def late(self, index: int):
         if torch.is_grad_enabled():  # not in the evaluation
             time.sleep(planted_lateness_s() / 2)  # 2 sequences in each micro-batch
         return load(self, index)
 
-    Blocks.__getitem__ = late
+    Sequences.__getitem__ = late
 
 
 def late_and_later(
@@ -217,7 +217,7 @@ def test_a_sharded_forward_pass_waits_itself(corpus, tmp_path):
     """With FSDP: who is late in it is waited for in it; and the planted bug meets after it only."""
     missed = assert_the_wait_is_missed_in("time/forward")
     late_and_later("04-fsdp", corpus, tmp_path, missed)
-    meet = '            with timers("wait"):\n                dist.all_reduce(meeting_point)\n'
+    meet = '            with timers("wait"):\n                dist.all_reduce(barrier_tensor)\n'
     chapter = plant("04-fsdp", tmp_path / "chapter", [(meet, "")])
     late_and_later(chapter, corpus, tmp_path, missed, make_data_of_rank_1_late)
 
@@ -227,7 +227,7 @@ def test_a_meeting_after_the_backward_pass_sees_no_wait(corpus, tmp_path):
     """The planted bug: the backward pass waits, and its time is that of a slow computation."""
     meet, backward = "            if last_backward:\n", '            with timers("backward"):\n'
     call = "                loss.backward()"
-    comment = "  # adds to the gradients of the micro-batches before\n"
+    comment = "  # adds to the gradients of earlier micro-batches\n"
     move = [(backward + call + comment, ""), (meet, f"{backward}{call}\n{meet}")]
     chapter = plant(CHAPTERS[2], tmp_path / "chapter", move)
     late_and_later(chapter, corpus, tmp_path, assert_the_wait_is_missed_in("time/backward"))

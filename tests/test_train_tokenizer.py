@@ -17,10 +17,8 @@ from conftest import ROOT, load_script, read_metrics, run_script
 from runner import Ranks, finish, server_context, start
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from common import launch, models
-from common.presets import train_tokenizer as built_in
-from common.sources import Source
-from common.tables import documents_of, is_held_out
+from common import distributed, models
+from common.data.sources import Source, documents_of, is_held_out
 
 SCRIPT = ROOT / "01-single-gpu/train_tokenizer.py"
 KINDS = ("bpe", "word", "character")
@@ -231,26 +229,11 @@ def test_it_learns_from_the_training_part_alone(make, tmp_path):
 
 
 def test_the_same_documents_give_the_same_file(make, corpora, tmp_path, monkeypatch):
-    """And byte-level BPE is how the built-in tokenizer was made."""
     for kind in KINDS:
         for name in ("one", "two"):
             make("-d", corpora / "english.json", "--kind", kind, target=f"{kind}-{name}")
         files = [tmp_path / f"{kind}-{name}/tokenizer.json" for name in ("one", "two")]
         assert files[0].read_bytes() == files[1].read_bytes()
-    train, held_out = split(corpora / "english.json")
-    source = Source("", lambda: (documents_of(train), documents_of(held_out)))
-    monkeypatch.setattr(built_in, "find_source", lambda *_, **__: source)
-    monkeypatch.setattr(built_in, "VOCABULARY_SIZE", 400)
-    built_in.train_tokenizer(tmp_path / "built-in")
-    make("-d", corpora / "english.json", "--vocab-size", 400)
-    one, two = (
-        json.loads((tmp_path / name / "tokenizer.json").read_text())
-        for name in (
-            "built-in",
-            "tokenizer",
-        )
-    )
-    assert one == two
 
 
 # --- training with them ---
@@ -288,7 +271,7 @@ def test_chapters_train_with_it(
     argv = ["export.py", tmp_path / "run", tmp_path / "model", "-m", model]
     monkeypatch.setattr(sys, "argv", [str(arg) for arg in argv])
     with pytest.raises(SystemExit):
-        launch.run(load_script(ROOT / "04-fsdp/export.py").main)
+        distributed.run(load_script(ROOT / "04-fsdp/export.py").main)
     assert f"another model than {model}: give -m and --tokenizer-name" in capfd.readouterr().err
     argv += ["--tokenizer-name", folder]
     monkeypatch.setattr(sys, "argv", [str(arg) for arg in argv])
@@ -311,7 +294,7 @@ def test_another_tokenizer_is_another_run(tokenizers, corpora, train, tmp_path, 
     argv = ["train_llm.py", *args, tokenizers["word"], "--save-dir", tmp_path, "-e", "run"]
     monkeypatch.setattr(sys, "argv", [str(arg) for arg in argv])
     with pytest.raises(SystemExit) as exit_:
-        launch.run(load_script(ROOT / "01-single-gpu/train_llm.py").main)
+        distributed.run(load_script(ROOT / "01-single-gpu/train_llm.py").main)
     assert exit_.value.code == 2 and "was started with" in capfd.readouterr().err
     assert (tmp_path / "run/state.json").read_bytes() == before
 
@@ -366,7 +349,7 @@ def refuse(monkeypatch, capfd, tmp_path):
         monkeypatch.setattr(sys, "argv", ["train_tokenizer.py", *map(str, args)])
         capfd.readouterr()
         with pytest.raises(SystemExit) as exit_:
-            launch.run(load_script(SCRIPT).main)
+            distributed.run(load_script(SCRIPT).main)
         out, err = capfd.readouterr()
         assert exit_.value.code == 2 and not out, err
         assert sorted(tmp_path.rglob("*")) == before, "nothing was written, nothing lost"
@@ -392,8 +375,8 @@ def test_bad_input(refuse, corpora, tmp_path):
     assert "one of question, answer" in refuse(target, "-d", tmp_path / "table.csv")
     target.mkdir()
     (target / "thesis.txt").write_text("the only copy")
-    assert f"{target} exists already" in refuse(target, "-d", corpus)
-    assert "exists already" in refuse(target / "thesis.txt", "-d", corpus)
+    assert f"{target} already exists" in refuse(target, "-d", corpus)
+    assert "already exists" in refuse(target / "thesis.txt", "-d", corpus)
     assert "File exists" in refuse(target / "thesis.txt/tokenizer", "-d", corpus)
 
 

@@ -18,12 +18,12 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
 from common import models
-from common.data import IGNORED, Blocks, ResumableSampler, load_blocks
+from common.data import IGNORED, ResumableSampler, Sequences, load_sequences
 
 SCRIPT = "01-single-gpu/train_llm.py"
 FAST = ("-s", 32, "--max-steps", 20, "--log-freq", 1, "--warmup-steps", 5)
 KEYS = {
-    *("step", "epoch", "epoch_progress", "batches_left", "loss", "lr", "grad_norm"),
+    *("step", "epoch", "loss", "lr", "grad_norm"),
     *("tokens_per_s", "tokens_per_s_per_device", "mfu", "peak_mem_gib"),
     *("time/data", "time/forward", "time/backward", "time/update", "time/total"),
 }
@@ -88,7 +88,7 @@ def test_first_losses_are_those_of_a_loop_written_by_hand(train):
     metrics = train(*FAST, "--global-batch-size", 8, "--max-grad-norm", 0.5, name="run")
     args = load_args("--global-batch-size", "8")
     config = models.load_config("gpt2-tiny")
-    blocks, _ = load_blocks(args, models.load_tokenizer("gpt2-tiny"), 32)
+    blocks, _ = load_sequences(args, models.load_tokenizer("gpt2-tiny"), 32)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.8, 0.95), weight_decay=0.1)
@@ -123,7 +123,7 @@ def test_evaluation_counts_every_token_once():
     model = AutoModelForCausalLM.from_config(config)
     evaluate = load_script(ROOT / SCRIPT).evaluate
     tokens = torch.randint(4096, (10, 16)).numpy()
-    blocks = Blocks(tokens, digest="", tokens_per_byte=0.25)
+    blocks = Sequences(tokens, digest="", tokens_per_byte=0.25)
     ids = torch.from_numpy(tokens)
     expected = model(ids, labels=ids).loss.item()
     for batch_size in (1, 3, 4, 10):

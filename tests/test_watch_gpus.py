@@ -226,12 +226,12 @@ def test_gpus_that_spin_are_marked_and_the_other_one_is_named():
     assert shown[1].endswith(" 8          7 busy near idle power")
     assert not shown[2].endswith("power")
     assert shown[3:] == [
-        "Busy near idle power for 0 s: 7 of 8 on node1. This is how a collective looks that waits "
-        "for a rank; not in it: GPU 3 of node1."
+        "Busy near idle power for 0 s: 7 of 8 on node1. A collective that waits for a rank looks "
+        "like this; not in it: GPU 3 of node1."
     ]
     for usual in (TRAINING, IDLE):
         assert len(table({"node1": gpus(usual)}).splitlines()) == 2
-    # The one that works on is named too: only rank 0 evaluates, and all others wait for it.
+    # A GPU that still computes is named too: only rank 0 evaluates, and the others wait for it.
     works = gpus(WAITING)
     works["gpus"][3] |= {"busy": 100, "power": 650.0}
     assert table({"node1": works}).splitlines()[-1].endswith("; not in it: GPU 3 of node1.")
@@ -278,7 +278,26 @@ def test_the_clock_of_a_spin_starts_with_it_and_ends_with_it(monkeypatch):
         now[0] += 40
 
 
-FALLEN = "Every node that answers does less than 50% of the most seen of it"
+@pytest.mark.check
+def test_no_reading_changes_while_the_table_is_made(monkeypatch):
+    """The table is made in the middle of `take`, which first sets the reading, then the clock."""
+    (node,) = nodes({"node1": gpus(TRAINING)})
+    in_the_middle, original = threading.Event(), watch_gpus.Node.effort
+
+    def effort(self) -> float:
+        in_the_middle.set()
+        time.sleep(0.2)
+        return original(self)
+
+    monkeypatch.setattr(watch_gpus.Node, "effort", effort)
+    thread = threading.Thread(target=node.take, args=[gpus(WAITING)])
+    thread.start()
+    in_the_middle.wait()
+    assert "Busy near idle power for 0 s: 7 of 8 on node1." in watch_gpus.table([node], False)
+    thread.join()
+
+
+FALLEN = "Every node that answers is below 50% of its highest power or CPU use so far"
 
 
 @pytest.mark.check
@@ -389,11 +408,11 @@ def test_hosts(words, hosts):
 @pytest.mark.parametrize(
     ("args", "sentence"),
     [
-        (["node[4-1]"], "'node[4-1]' is no host: give names as ssh takes them, or node[1-4]."),
-        (["node[a]"], "'node[a]' is no host: give names as ssh takes them, or node[1-4]."),
-        (["no de"], "'no de' is no host: give names as ssh takes them, or node[1-4]."),
-        (["--", "-oProxyCommand=x@y"], "'-oProxyCommand=x@y' is no host"),
-        (["-F", "gone", "node1"], "There is no file gone: give one for ssh, or leave out -F."),
+        (["node[4-1]"], "'node[4-1]' is not a host: give names as for ssh, or node[1-4]."),
+        (["node[a]"], "'node[a]' is not a host: give names as for ssh, or node[1-4]."),
+        (["no de"], "'no de' is not a host: give names as for ssh, or node[1-4]."),
+        (["--", "-oProxyCommand=x@y"], "'-oProxyCommand=x@y' is not a host"),
+        (["-F", "gone", "node1"], "-F gone does not exist: give a configuration file for ssh."),
         (["--interval", "0"], "'0' is not a number from 0.2"),
         (["--timeout", "soon"], "'soon' is not a number from 1.0"),
     ],
@@ -401,7 +420,7 @@ def test_hosts(words, hosts):
 def test_bad_input(args, sentence, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [SCRIPT, *args])
     with pytest.raises(SystemExit) as end:
-        watch_gpus.launch.run(watch_gpus.main)
+        watch_gpus.distributed.run(watch_gpus.main)
     said = capsys.readouterr()
     assert (end.value.code, said.out) == (2, "")
     assert sentence in said.err

@@ -41,7 +41,7 @@ READ_LATER = re.compile(
     "|OMP_NUM_THREADS|PYTHON(PATH|WARNINGS|UNBUFFERED|DONTWRITEBYTECODE)"
 )
 TORCHRUN = ["-m", "torch.distributed.run"]
-MODULES = [TORCHRUN, ["-m", "common.plan"]]
+MODULES = [TORCHRUN, ["-m", "common.distributed"]]
 FORWARDED = [signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2]
 
 # What a command starts in place of the interpreter; -I and -S: nothing of the environment's.

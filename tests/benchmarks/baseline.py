@@ -24,7 +24,7 @@ from machine import write_result
 from torch import nn
 from torch.nn.parallel import DistributedDataParallel
 
-from common import cli, launch
+from common import cli, distributed
 from common.cli import InputError, at_least
 from common.models import load_config
 from common.timers import flops_per_token, peak_flops, peak_memory_gib
@@ -161,4 +161,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    launch.run(main)
+    distributed.run(main)

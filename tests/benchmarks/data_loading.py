@@ -20,7 +20,7 @@ from machine import write_result
 from torch.utils.data import DataLoader, Dataset
 from transformers import AutoModelForCausalLM
 
-from common.data import Blocks
+from common.data import Sequences
 from common.models import causal_attention, load_config, load_tokenizer
 from common.timers import PhaseTimers
 
@@ -65,9 +65,9 @@ class SlowDisk(Dataset):
         return self.blocks[index]
 
 
-def packed(length: int, vocabulary: int) -> Blocks:
+def packed(length: int, vocabulary: int) -> Sequences:
     tokens = np.random.default_rng(0).integers(vocabulary, size=(1000, length), dtype=np.uint16)
-    return Blocks(tokens, "none", 1.0)
+    return Sequences(tokens, "none", 1.0)
 
 
 class Training:
@@ -180,7 +180,7 @@ def measure_disk(folder: Path) -> dict[str, list[float]]:
             with path.open("rb") as file:
                 os.posix_fadvise(file.fileno(), 0, 0, os.POSIX_FADV_DONTNEED)
         tokens = np.memmap(path, np.uint16, mode="r", shape=(DISK_BLOCKS, length))
-        blocks = Blocks(tokens, "none", 1.0)
+        blocks = Sequences(tokens, "none", 1.0)
         indices = np.random.default_rng(1).permutation(DISK_BLOCKS)[:DISK_READS]
         times = []
         for index in indices:

@@ -184,8 +184,8 @@ def note_saves(script, path: str) -> None:
     garbage when many objects are made.
     """
 
-    from common import async_checkpoint, commit
-    from common.summing import SummingStream
+    from common.checkpoint import asynchronous, manifest
+    from common.checkpoint.files import SummingStream
 
     def note(name: str, start: float, seconds: float) -> None:
         with Path(path).open("a") as file:
@@ -236,12 +236,12 @@ def note_saves(script, path: str) -> None:
         def __call__(self, *args: object) -> None:
             self._save(*args)
 
-    async_checkpoint.write_content = timed("write", async_checkpoint.write_content)
+    asynchronous.write_content = timed("write", asynchronous.write_content)
     script.AsyncCheckpoints = Noting
     script.save_checkpoint = not_last(timed("save", script.save_checkpoint))
     SummingStream.write = write
     os.fsync = timed("disk", os.fsync, part=True)
-    commit._remove_all_but = timed("removal", commit._remove_all_but, part=True)
+    manifest._remove_all_but = timed("removal", manifest._remove_all_but, part=True)
     gc.callbacks.append(collected)
 
 

@@ -10,6 +10,7 @@ memory     what the GPU has
 """
 
 import argparse
+import json
 from pathlib import Path
 
 from growth_check import EIGHT, FIGURE, GPT2, growth, measured_bus, median_run, read, save
@@ -66,14 +67,14 @@ def largest() -> tuple[int, float]:
 
 def sending() -> dict[str, list[tuple[int, float]]]:
     """Return by title (number of GPUs, tokens/s of a GPU that could be sent for) from 2 GPUs on."""
-    works = read("growth")["inputs"]["works"]
+    works = json.loads(growth.INPUTS.read_text())["works"]
     cluster = growth.Cluster(measured_bus())
     found = {GPT2: [], EIGHT: []}
     for title, each in works.items():
         work = growth.Work(**each["work"])
         # 8 bytes a parameter: float32 gradients there and back, or weights twice in 16 bits and
         # gradients once in 32.
-        size = 8 * (work.blocks * work.block + work.root)
+        size = 8 * (work.layers * work.layer + work.root)
         for n in (2, 4, 8):
             found[title].append((n, work.tokens / growth.one_way(size, n, cluster)))
     return found

@@ -2,6 +2,7 @@
 
 python tests/benchmarks/growth_check.py --output tests/benchmarks/results/growth.json
 
+Writes what growth.py starts from into growth.json beside it, and the predictions into --output.
 Everything is read from result files; nothing is timed here. A prediction is made of the row on the
 fewest GPUs and compared with those on more. What it leaves out, the wait for the slowest GPU, is
 fitted once for each file, on two GPUs, and checked on those that are left; nodes_gpu, which has no
@@ -9,6 +10,7 @@ such rows, takes ddp_gpu's.
 """
 
 import argparse
+import json
 import statistics
 import sys
 from dataclasses import asdict, replace
@@ -220,12 +222,12 @@ def differences(cluster) -> list[dict]:
 
 def hidden_behind(work, n: int, cluster, micro: int) -> float:
     """Return the seconds that gathering again, or one more sum of gradients, adds to a step."""
-    gather = scatter = growth.one_way(4 * work.block, n, cluster)
-    block = (1 - 6 * work.late / work.flops) / work.blocks * work.backward
+    gather = scatter = growth.one_way(4 * work.layer, n, cluster)
+    block = (1 - 6 * work.embedding / work.flops) / work.layers * work.backward
     if micro == 1:  # the sum is there in both
-        return work.blocks * (max(0.0, gather + scatter - block) - max(0.0, scatter - block))
+        return work.layers * (max(0.0, gather + scatter - block) - max(0.0, scatter - block))
     root = growth.one_way(4 * work.root, n, cluster)
-    return root + work.blocks * max(0.0, gather + scatter - block)
+    return root + work.layers * max(0.0, gather + scatter - block)
 
 
 def waited(work, cluster) -> float:
@@ -255,7 +257,7 @@ def paper(bus: float, inputs: dict) -> list[dict]:
                     continue  # no network there
                 per_gpu = work.tokens / growth.step(work, n, cluster)
                 one, several = (growth.step(work, k, cluster) for k in (1, n))
-                weights = work.blocks * work.block + work.root
+                weights = work.layers * work.layer + work.root
                 found.append(
                     {
                         "model": title,
@@ -326,8 +328,9 @@ def main() -> None:
     for row in compared:
         best = row.get("with_wait_ms", row["ideal_ms"])
         print(f"{row['label'][:52]:52} {row['gpus']:2} {row['measured_ms']:9.1f} {best:9.1f}")
+    growth.INPUTS.write_text(json.dumps({"bus": bus, "works": inputs}, indent=1) + "\n")
+    print(f"wrote {growth.INPUTS}")
     results = {
-        "inputs": {"bus": bus, "works": inputs},
         "checks": compared,
         "paper": paper(bus, inputs),
         "limits": limits(bus, inputs),

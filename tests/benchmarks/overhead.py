@@ -27,8 +27,8 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers import AutoModelForCausalLM
 
-from common.data import load_blocks, split_batch
-from common.models import causal_attention, find_blocks, load_config, load_tokenizer
+from common.data import load_sequences, split_batch
+from common.models import causal_attention, find_layers, load_config, load_tokenizer
 
 REPOSITORY = Path(__file__).parents[2]
 HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
@@ -41,7 +41,7 @@ class BareLoop:
     def __init__(self, args: argparse.Namespace, device: torch.device) -> None:
         config, tokenizer = load_config(args.model_name), load_tokenizer(args.model_name)
         length = args.seq_length or config.max_position_embeddings
-        blocks, _ = load_blocks(args, tokenizer, length)
+        blocks, _ = load_sequences(args, tokenizer, length)
         size, self.accumulation = split_batch(args, 1, len(blocks))
         ids = [
             torch.stack([blocks[i * size + j]["input_ids"] for j in range(size)]) for i in range(24)
@@ -62,7 +62,7 @@ class BareLoop:
         """Do what chapters 4 and 5 do to a model, with no option but --compile and --precision."""
         half = HALF.get(getattr(args, "precision", None))
         policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32)
-        for block in find_blocks(self.model):
+        for block in find_layers(self.model):
             fully_shard(block, mp_policy=policy)
             if args.compile:
                 block.forward = torch.compile(block.forward)

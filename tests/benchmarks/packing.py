@@ -20,8 +20,8 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerBase
 
 from common.data import IGNORED
+from common.data.sources import BUILT_IN, find_source
 from common.models import causal_attention, load_config, load_tokenizer
-from common.sources import BUILT_IN, find_source
 
 LENGTHS = (128, 256, 512, 1024)  # for the arithmetic; the model has 128 positions
 SEQUENCES, LENGTH = 8, 128  # of a batch

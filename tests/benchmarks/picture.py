@@ -2,8 +2,8 @@
 
 python tests/benchmarks/picture.py --output 01-single-gpu/chapters.svg
 
-Bars are what 04-fsdp/memory.py predicts for the fullest moment of a step; nothing is measured. SVG
-is written here and not by a library, so that its text stays text and the same input gives the same
+Bars are the peak memory of a step that 04-fsdp/memory.py predicts; nothing is measured. The SVG is
+written here and not by a library, so that its text stays text and the same input gives the same
 file.
 """
 
@@ -19,8 +19,8 @@ from common import models
 REPOSITORY = Path(__file__).parents[2]
 MODEL, SEQ_LENGTH, GPUS, MEMORY_GIB = "llama-3.1-8b", 8192, 4, 80
 memory = load_script(REPOSITORY / "04-fsdp/memory.py")
-FULL = f"with {memory.KEEP} full"
-# Chapter, what it adds in a few words, its rung on memory.py's ladder, its nodes.
+FULL = f"with {memory.CHECKPOINTING} full"
+# Chapter, what it adds in a few words, its setup in memory.py, its nodes.
 ROWS = [
     ("01-single-gpu", ["one GPU: the whole loop"], "Chapter 1", 1),
     ("02-ddp", ["all GPUs of a node,", "each with all of the state"], "Chapter 2 or 3", 1),
@@ -52,7 +52,7 @@ def rect(x: float, y: float, width: float, height: float, **more: str) -> str:
 
 
 def parts_of(predicted: dict) -> dict[str, float]:
-    """Return GiB by part at the fullest moment; DDP's buckets are gradients."""
+    """Return GiB by part at the peak; DDP's buckets are gradients."""
     parts = {name: size / memory.GIB for name, size in predicted["parts"].items()}
     states = {name: parts[name] for name in ("parameters", "gradients", "moments")}
     states["gradients"] += parts["buckets"]
@@ -92,10 +92,10 @@ def draw_row(top: float, row: tuple, predicted: dict, before: Path | None) -> li
 
 @functools.cache
 def predict() -> dict[str, dict]:
-    """Return what memory.py predicts, by rung of its ladder."""
+    """Return what memory.py predicts, by setup."""
     config = models.load_config(MODEL)
     options = memory.Options(gpus=GPUS, batch_size=1, seq_length=SEQ_LENGTH)
-    return memory.climb(config, options, {})
+    return memory.predict_all(config, options, {})
 
 
 def picture() -> str:

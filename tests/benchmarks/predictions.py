@@ -71,7 +71,7 @@ def config_of(row: dict, name: str) -> PretrainedConfig:
 
 
 def predict_rows(rows: list[dict], counted: dict) -> dict[str, dict]:
-    """Return for each row's label the peak in GiB, its moment, the number of parameters."""
+    """Return for each row's label the peak in GiB, when it occurs, and the number of parameters."""
     predicted = {}
     for row in rows:
         if row.get("blocks") == 0:
@@ -84,7 +84,7 @@ def predict_rows(rows: list[dict], counted: dict) -> dict[str, dict]:
         groups, _ = next(iter(known.values()))
         predicted[row["label"]] = {
             "peak_gib": round(found["peak"] / memory.GIB, 3),
-            "fullest_at": list(found["moment"]),
+            "fullest_at": list(found["peak_at"]),
             "parameters": sum(shape.numel() for group in groups for shape in group),
         }
     return predicted

@@ -32,7 +32,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import AutoModelForCausalLM
 
-from common.models import causal_attention, find_blocks, load_config
+from common.models import causal_attention, find_layers, load_config
 
 REPOSITORY = Path(__file__).parents[2]
 sys.path.insert(0, str(REPOSITORY / "tests"))
@@ -87,7 +87,7 @@ def measure(config, sharding: str) -> tuple[dict[str, int], Collectives]:
     adamw, options = torch.optim.AdamW, {"fused": True}
     if sharding == "fsdp":
         mesh = init_device_mesh("cpu", (dist.get_world_size(),), mesh_dim_names=("shard",))
-        for block in find_blocks(model):
+        for block in find_layers(model):
             fully_shard(block, mesh=mesh)
         fully_shard(model, mesh=mesh)
     else:

@@ -18,14 +18,14 @@ from machine import write_result
 # Imports are not counted: they are the same for any data set.
 START = """
 import argparse, time
-from common.data import load_blocks
+from common.data import load_sequences
 from common.models import load_tokenizer
 args = argparse.Namespace(
     dataset_name="python-stdlib", dataset_subset=None, text_column=None, num_workers=0
 )
 tokenizer = load_tokenizer("gpt2-tiny")
 start = time.perf_counter()
-load_blocks(args, tokenizer, 128)
+load_sequences(args, tokenizer, 128)
 print(time.perf_counter() - start)
 """
 

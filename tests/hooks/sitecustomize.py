@@ -18,13 +18,13 @@ if "NOTES" in os.environ and "-m" not in words and any(w.endswith("train_llm.py"
     import torch
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
-    from common import data
+    from common.data import dataset
 
     notes = Path(os.environ["NOTES"]) / f"{socket.gethostname()}-{os.getpid()}.jsonl"
     samples: list[int] = []
-    getitem = data.Blocks.__getitem__
+    getitem = dataset.Sequences.__getitem__
 
-    def noting_getitem(self: data.Blocks, index: int) -> dict:
+    def noting_getitem(self: dataset.Sequences, index: int) -> dict:
         if torch.is_grad_enabled():  # not in the evaluation
             samples.append(index)
         return getitem(self, index)
@@ -38,5 +38,5 @@ if "NOTES" in os.environ and "-m" not in words and any(w.endswith("train_llm.py"
         samples.clear()
         time.sleep(float(os.environ.get("PAUSE", 0)))
 
-    data.Blocks.__getitem__ = noting_getitem
+    dataset.Sequences.__getitem__ = noting_getitem
     register_optimizer_step_post_hook(note)

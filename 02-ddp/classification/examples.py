@@ -1,0 +1,182 @@
+"""Documents with a class each: where they come from, and which of them are to train, to test."""
+
+import hashlib
+import math
+import re
+import sysconfig
+from array import array
+from collections import Counter
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, NamedTuple
+
+import xxhash
+from torch.utils.data import Dataset
+
+from common.cli import InputError
+from common.data.sources import BUILT_IN, NOT_CODE, TABLE_SUFFIXES, load_from_hub, load_table
+
+if TYPE_CHECKING:
+    import datasets
+
+SPLITS = ("train", "validation", "test")
+PACKAGES = ("asyncio", "email", "importlib", "multiprocessing", "unittest", "xml")
+DEAL = ("train", "train", "validation", "test", "train")  # a package's files, the largest first
+
+
+class Example(NamedTuple):
+    """index: in its split, or -1 for a filler. tokens: all but the label's words."""
+
+    index: int
+    tokens: list[int]
+    label: int
+
+
+@dataclass
+class Examples(Dataset):
+    """A split. `encode` adds the tokens, and how many terms of the loss each example has."""
+
+    texts: list[str] = field(default_factory=list)
+    labels: list[int] = field(default_factory=list)
+    tokens: list[list[int]] = field(default_factory=list)
+    counts: list[int] = field(default_factory=list)
+
+    def __len__(self) -> int:
+        return len(self.texts)
+
+    def __getitem__(self, index: int) -> Example:
+        return Example(index, self.tokens[index], self.labels[index])
+
+    def lengths(self) -> list[int]:
+        """Return how many tokens each example has, less the label's words."""
+        return [len(tokens) for tokens in self.tokens]
+
+    def checksum(self) -> str:
+        """Return the same for the same tokens and classes in the same order."""
+        digest = xxhash.xxh3_64()
+        for tokens, label in zip(self.tokens, self.labels, strict=True):
+            digest.update(array("q", [label, len(tokens), *tokens]).tobytes())
+        return digest.hexdigest()
+
+
+def load_examples(
+    name: str,
+    subset: str | None = None,
+    text_column: str | None = None,
+    label_column: str | None = None,
+) -> tuple[list[str], dict[str, Examples]]:
+    """Return the names of the classes, and the three splits by name.
+
+    name: python-stdlib, a table's file, a folder of tables or a hub id; a table's columns are text
+    and label, if not given. A split that it lacks is a tenth of its training split, by a checksum
+    of the text. Raises InputError for what cannot be read or has no such columns, for fewer than
+    two classes, for a split without examples, and for an argument that would have no effect.
+    """
+    if name == BUILT_IN:
+        if subset or text_column or label_column:
+            raise InputError(
+                f"{name} is code: it has no --dataset-subset, no --text-column and no "
+                "--label-column."
+            )
+        classes, rows = list(PACKAGES), _stdlib_pieces()
+    else:
+        columns = text_column or "text", label_column or "label"
+        classes, rows = _table_rows(name, subset, *columns)
+    splits = {split: Examples() for split in SPLITS}
+    for split, text, label in rows:
+        splits[split].texts.append(text)
+        splits[split].labels.append(label)
+    if empty := [split for split in SPLITS if not len(splits[split])]:
+        raise InputError(
+            f"The {empty[0]} part of {name} is empty: give more rows that have a text."
+        )
+    if len(present := set(splits["train"].labels)) == 1:
+        only = classes[present.pop()]
+        raise InputError(f"All training rows of {name} are of the class {only!r}: give others too.")
+    return classes, splits
+
+
+def _stdlib_pieces() -> list[tuple[str, str, int]]:
+    """Return (split, paragraph of code, package); a file is in one split with all that it holds."""
+    root, rows = Path(sysconfig.get_paths()["stdlib"]), []
+    for label, package in enumerate(PACKAGES):
+        paths = {path.relative_to(root).as_posix(): path for path in (root / package).rglob("*.py")}
+        names = [name for name in paths if not NOT_CODE.search(name)]
+        names.sort(key=lambda name: (-paths[name].stat().st_size, name))
+        for number, name in enumerate(names):
+            text = paths[name].read_text(encoding="utf-8", errors="replace")
+            pieces = [piece.strip("\n") for piece in re.split(r"\n\s*\n", text)]
+            split = DEAL[number % len(DEAL)]
+            rows += [(split, piece, label) for piece in pieces if piece.count("\n") >= 2]
+    # What stands in several files, as a license does, would stand in several splits.
+    times = Counter(piece for _, piece, _ in rows)
+    return [row for row in rows if times[row[1]] == 1]
+
+
+def _load_table(name: str, subset: str | None) -> "datasets.DatasetDict":
+    path = Path(name)
+    if path.is_file() and path.suffix not in TABLE_SUFFIXES:
+        raise InputError(f"The file {name} does not end in one of: {' '.join(TABLE_SUFFIXES)}.")
+    if path.is_file() and subset:
+        raise InputError(f"{name} is one file: it has no --dataset-subset.")
+    return load_table(name, subset) if path.exists() else load_from_hub(name, subset)
+
+
+def _table_rows(
+    name: str, subset: str | None, text_column: str, label_column: str
+) -> tuple[list[str], list[tuple[str, str, int]]]:
+    """Return the names of the classes and (split, text, class) of the rows that have a text."""
+    table = _load_table(name, subset)
+    if "train" not in table:
+        raise InputError(f"{name} has no split named train, only: {', '.join(table)}.")
+    features = table["train"].features
+    strings = [c for c, f in features.items() if "string" in str(getattr(f, "dtype", ""))]
+    wanted = {"text": (text_column, strings), "label": (label_column, list(features))}
+    for flag, (column, columns) in wanted.items():
+        if column not in columns:
+            raise InputError(
+                f"{name} has no {flag} column {column!r}: give --{flag}-column one of "
+                f"{', '.join(columns)}."
+            )
+    names = getattr(features[label_column], "names", None)  # of a hub's ClassLabel: -1 is no label
+    rows = []
+    for split in (split for split in SPLITS if split in table):
+        columns = (table[split][text_column], table[split][label_column])
+        found = [
+            (split, text, None if names and label == -1 else _class_of(label, label_column, name))
+            for text, label in zip(*columns, strict=True)
+            if text is not None and text.strip()
+        ]
+        without = sum(label is None for _, _, label in found)
+        if without < len(found) or split == "train":  # or a test whose labels are kept secret
+            rows += found
+            if without:
+                raise InputError(
+                    f"{without} of {len(found)} rows in the {split} split of {name} have no label "
+                    f"in the column {label_column!r}: give each one, or delete them."
+                )
+    values = {value for _, _, value in rows}
+    if len(values) > max(2, len(rows) // 2):
+        raise InputError(
+            f"The column {label_column!r} of {name} has {len(values)} different values in "
+            f"{len(rows)} rows, so it holds no classes: give another --label-column."
+        )
+    order = list(range(len(names))) if names else sorted(values)
+    present = {split for split, _, _ in rows}
+    missing = [split for split in SPLITS if split not in present]
+    numbered = []
+    for split, text, value in rows:
+        share = hashlib.sha256(text.encode(errors="surrogatepass")).digest()[0] % 10
+        cut = split == "train" and share < len(missing)
+        numbered.append((missing[share] if cut else split, text, order.index(value)))
+    return [str(name) for name in names or order], numbered
+
+
+def _class_of(label: object, column: str, name: str) -> str | int | float | None:
+    """Return a label as a value that can be sorted and compared, None where there is none."""
+    if isinstance(label, list | dict):
+        kind = "lists" if isinstance(label, list) else "objects"
+        raise InputError(f"The column {column!r} of {name} holds {kind}: give one class a row.")
+    if label is None or (isinstance(label, float) and math.isnan(label)):
+        return None
+    return label if isinstance(label, str | int | float) else str(label)  # a date, say

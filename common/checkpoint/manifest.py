@@ -1,0 +1,268 @@
+"""state.json: the complete checkpoints of a run, and the settings that a run must keep.
+
+It is replaced only after all files of a new checkpoint are on the disk, so a run can be resumed
+after a kill at any moment.
+"""
+
+import argparse
+import json
+import logging
+import os
+import re
+import shutil
+import threading
+from pathlib import Path
+
+import xxhash
+from torch import nn
+
+from common.cli import InputError
+from common.data import Sequences
+from common.distributed import check_agreement, gather, rank_and_world_size
+from common.storage import (
+    exists,
+    explain_store_errors,
+    is_folder,
+    is_remote,
+    local_run_dir,
+    put,
+    read_text,
+    remove_folder,
+    size_and_stamp,
+)
+
+logger = logging.getLogger(__name__)
+
+FORMAT = 1
+# The settings of a model that the shapes of its parameters do not show.
+MODEL_SETTINGS = (
+    *("num_attention_heads", "num_key_value_heads", "activation_function", "hidden_act"),
+    *("layer_norm_epsilon", "rms_norm_eps", "rope_parameters", "sliding_window"),
+    *("attn_pdrop", "embd_pdrop", "resid_pdrop", "attention_dropout", "tie_word_embeddings"),
+)
+# A run that is resumed with another value of one of these arguments would be another training.
+FIXED_ARGUMENTS = (
+    *("seed", "param_dtype", "global_batch_size", "warmup_steps", "weight_decay", "max_grad_norm"),
+)
+
+
+def fixed_settings(
+    args: argparse.Namespace,
+    model: nn.Module,
+    train_data: Sequences,
+    seq_length: int,
+    lr: float,
+    total_steps: int,
+) -> dict[str, object]:
+    """Return, as JSON values, everything that must not change when a run is resumed.
+
+    model: without a wrapper such as DDP. A data set is identified by a checksum of its tokens.
+    """
+    return {
+        "model": describe_model(model),
+        "dataset_checksum": train_data.digest,
+        "seq_length": seq_length,
+        "lr": lr,
+        "total_steps": total_steps,
+        **{name: getattr(args, name) for name in FIXED_ARGUMENTS},
+    }
+
+
+def describe_model(model: nn.Module) -> str:
+    """Return a checksum of a model's MODEL_SETTINGS and of its parameters' names and shapes.
+
+    It starts with the model type. The parameters may be on the meta device.
+    """
+    shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
+    settings = {name: getattr(model.config, name, None) for name in MODEL_SETTINGS}
+    facts = json.dumps([shapes, settings], sort_keys=True, default=str)
+    return f"{model.config.model_type}-{xxhash.xxh3_64_hexdigest(facts.encode())}"
+
+
+# --- reading ---
+
+
+@explain_store_errors
+def find_checkpoint(run_dir: Path, settings: dict[str, object]) -> Path | None:
+    """Return the folder of a run's newest complete checkpoint, or None for a new run.
+
+    All ranks must call this. Raises InputError if the ranks have different settings, if the run
+    was started with other settings, or if the checkpoint is damaged. Does not load it.
+    """
+    rank, world_size = rank_and_world_size()
+    check_agreement(settings, "give all nodes the same arguments, data and Python")
+    if not exists(run_dir / "state.json"):
+        # A kill during the first save leaves one folder. More of them had a state.json.
+        if len(list((run_dir / "checkpoints").glob("step-*"))) > 1:
+            raise InputError(
+                f"{run_dir} has checkpoints and no state.json: restore it, or start a new run with "
+                "another -e."
+            )
+        return None
+    saved_settings, by_step = read_record(run_dir, "restore it, or start a new run with another -e")
+    for name, value in settings.items():
+        if name in saved_settings and saved_settings[name] != value:
+            raise InputError(
+                f"The run {run_dir} was started with {name} {saved_settings[name]}, not {value}: "
+                "give the old value again, or start a new run with another -e."
+            )
+    if not by_step:
+        raise InputError(f"The checkpoints of {run_dir} are gone: start a new run with another -e.")
+    *older, record = by_step.values()
+    path, files = run_dir / record["path"], record["files"]
+    own_share = sorted(files)[rank::world_size]  # each rank reads some of the files
+    damaged = gather({n: 1 for n in own_share if measure_file(path / n, files[n]) != files[n]})
+    if damaged:
+        remedy = "start a new run with another -e"
+        if older:
+            remedy = f"delete {path} to resume from step {older[-1]['step']}, or {remedy}"
+        raise InputError(f"The checkpoint file {path / next(iter(damaged))} is damaged: {remedy}.")
+    return path
+
+
+def read_record(run_dir: Path, remedy: str) -> tuple[dict[str, object], dict[int, dict]]:
+    """Return from state.json the settings and, by step, the records of checkpoints that exist.
+
+    Raises FileNotFoundError, or InputError with this remedy if state.json is damaged.
+    """
+    file = run_dir / "state.json"
+    try:
+        state = json.loads(read_text(file))
+        settings, records = state["training"], state["checkpoints"]
+        if state["format"] != FORMAT:
+            raise ValueError(f"format {state['format']}, not {FORMAT}")
+        return settings, {r["step"]: r for r in records if is_folder(run_dir / r["path"])}
+    except (ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{file} is damaged ({error!r}): {remedy}.") from error
+
+
+@explain_store_errors
+def measure_file(file: Path, expected: dict | None = None) -> dict[str, object] | None:
+    """Return `expected` with the file's real size in bytes and checksum; None if there is no file.
+
+    A file in a store is not read if its size and its stamp are the expected ones.
+    """
+    expected = expected or {}
+    try:
+        if "stamp" in expected and size_and_stamp(file) == (expected["bytes"], expected["stamp"]):
+            return expected
+        with file.open("rb") as content:
+            digest = xxhash.xxh3_64()
+            while chunk := content.read(2**24):
+                digest.update(chunk)
+            return {**expected, "bytes": content.tell(), "xxh3_64": digest.hexdigest()}
+    except FileNotFoundError:
+        return None
+
+
+# --- writing, on rank 0 ---
+
+
+def make_room(run_dir: Path, unfinished: Path, step: int, settings: dict[str, object]) -> None:
+    """Before a checkpoint is written, delete all checkpoints that state.json does not list.
+
+    These are what a kill has left and what could not be deleted before. So there is never more
+    than one checkpoint in addition to those that are kept. Raises OSError if one cannot be deleted.
+
+    In a store, the new checkpoint is written under its final name. If state.json lists a checkpoint
+    of that name, the entry is removed first: after a kill it would describe the wrong files.
+    """
+    finish_removal()
+    if is_remote(run_dir):
+        _remove_all_but(_drop_stale(run_dir, step, settings), run_dir)
+        return
+    shutil.rmtree(unfinished, ignore_errors=True)
+    if records := _read_records(run_dir):  # without records, it is unknown what may be deleted
+        _remove_all_but(records, run_dir)
+
+
+def commit_checkpoint(
+    run_dir: Path,
+    path: Path,
+    unfinished: Path,
+    step: int,
+    settings: dict[str, object],
+    files: dict[str, dict],
+    keep: int,
+) -> None:
+    """Make the checkpoint in `unfinished` the newest one of the run, at run_dir / path.
+
+    First the folder is renamed, then state.json is replaced, then all but the newest `keep`
+    checkpoints are deleted. So state.json always lists complete checkpoints only.
+
+    files: what Writer.measure returned on all ranks.
+    """
+    records = _drop_stale(run_dir, step, settings)
+    if unfinished != run_dir / path:
+        shutil.rmtree(run_dir / path, ignore_errors=True)
+        unfinished.replace(run_dir / path)
+    records = [*records, {"step": step, "path": path.as_posix(), "files": files}][-keep:]
+    _write_record(run_dir, settings, records)
+    if is_remote(run_dir):
+        _remove_all_but(records, run_dir)
+        return
+    # The new checkpoint is safe, so the training does not wait until the disk has deleted others.
+    removal = threading.Thread(target=_try_removal, args=(records, run_dir))
+    try:
+        removal.start()
+        _removals.append(removal)
+    except RuntimeError:  # an asynchronous save at the end of the process cannot start a thread
+        _try_removal(records, run_dir)
+
+
+_removals: list[threading.Thread] = []  # at most one
+
+
+def finish_removal() -> None:
+    """Wait until older checkpoints are deleted."""
+    while _removals:
+        _removals.pop().join()
+
+
+def _try_removal(records: list[dict], run_dir: Path) -> None:
+    try:
+        _remove_all_but(records, run_dir)
+    except OSError as error:
+        name = error.filename or run_dir / "checkpoints"
+        logger.warning("an older checkpoint cannot be deleted: %s (%s)", name, error.strerror)
+
+
+def _remove_all_but(records: list[dict], run_dir: Path) -> None:
+    kept = {Path(record["path"]).name for record in records}
+    for folder in (run_dir / "checkpoints").glob("*"):
+        if re.fullmatch(r"(\.unfinished-)?step-\d+", folder.name) and folder.name not in kept:
+            remove_folder(folder)
+
+
+def _drop_stale(run_dir: Path, step: int, settings: dict[str, object]) -> list[dict]:
+    """Remove from state.json checkpoints that are gone or not older than `step`; return the rest.
+
+    Checkpoints that are not older exist if the run was reset to an older one. Their files will be
+    replaced, so after a kill state.json would describe the wrong files.
+    """
+    records = _read_records(run_dir)
+    valid = [r for r in records if r["step"] < step and is_folder(run_dir / r["path"])]
+    if valid != records:
+        _write_record(run_dir, settings, valid)
+    return valid
+
+
+def _read_records(run_dir: Path) -> list[dict]:
+    file = run_dir / "state.json"
+    return json.loads(file.read_text(encoding="utf-8"))["checkpoints"] if exists(file) else []
+
+
+def _write_record(run_dir: Path, settings: dict[str, object], records: list[dict]) -> None:
+    content = {"format": FORMAT, "training": settings, "checkpoints": records}
+    if is_remote(run_dir):
+        text = json.dumps(content, indent=1)
+        put(run_dir / "state.json", text)
+        # Job scripts compare this copy before and after a start, to see whether the run advances.
+        (local_run_dir(run_dir) / "state.json").write_text(text, encoding="utf-8")
+        return
+    temporary = run_dir / "state.json.tmp"
+    with temporary.open("w", encoding="utf-8") as file:
+        json.dump(content, file, indent=1)
+        file.flush()
+        os.fsync(file.fileno())
+    temporary.replace(run_dir / "state.json")

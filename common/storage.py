@@ -1,0 +1,212 @@
+"""Local paths, and addresses of object stores such as s3://bucket/prefix, which fsspec opens.
+
+An address becomes a UPath. It has the methods of Path, so most code works for both.
+"""
+
+import errno
+import functools
+import hashlib
+import io
+import logging
+import re
+import shutil
+import uuid
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import IO
+
+from huggingface_hub import constants
+
+from common.cli import InputError
+
+# Packages of object store clients. Their exceptions are not all OSErrors.
+STORE_CLIENTS = {"aiobotocore", "aiohttp", "azure", "botocore", "gcsfs", "google", "requests"}
+# Keys under which stores return something that changes with the content of an object.
+STAMPS = ("ETag", "etag", "md5Hash", "content_md5")
+
+
+def is_remote(path: object) -> bool:
+    """Return whether this is an address, as a string or as a UPath."""
+    return "://" in str(path)
+
+
+def as_path(path: str) -> Path:
+    """Return the Path of a local file or folder, or the UPath of an address.
+
+    Raises InputError for an unknown kind of address, or if a package that it needs is missing.
+    """
+    if not is_remote(path):
+        return Path(path)
+    # Other machines write to the same store, so a cached listing could be out of date.
+    options = {"use_listings_cache": False}
+    if path.startswith(("file:", "local:")):
+        options["auto_mkdir"] = True
+    try:
+        from upath import UPath
+
+        for client in ("aiobotocore", "botocore", "fsspec"):  # they log each block that they read
+            logging.getLogger(client).setLevel(logging.WARNING)
+        opened = UPath(path, **options)
+        opened.fs  # noqa: B018  imports the packages for this kind of address
+    except ImportError as error:
+        raise InputError(
+            f"{path} needs more packages ({error}): for s3://, install them with pip install "
+            "--constraint requirements.txt --editable '.[s3]'."
+        ) from error
+    except ValueError as error:
+        raise InputError(f"{path} cannot be opened ({error}): check what is before ://.") from error
+    return opened
+
+
+def local_save_dir(save_dir: Path) -> Path:
+    """Return the local folder for locks, logs and wandb files: for an address, below HF_HOME."""
+    if not is_remote(save_dir):
+        return save_dir
+    address = str(save_dir).rstrip("/")
+    digest = hashlib.sha256(address.encode()).hexdigest()[:8]
+    name = re.sub(r"[^\w.-]+", "-", address)[-80:]
+    return Path(constants.HF_HOME) / "remote-runs" / f"{name}-{digest}"
+
+
+def local_run_dir(run_dir: Path) -> Path:
+    """Return the local folder of a run, which is `run_dir` itself if that is not an address."""
+    return local_save_dir(run_dir.parent) / run_dir.name if is_remote(run_dir) else run_dir
+
+
+def exists(path: Path) -> bool:
+    """Return whether a file exists. Unlike UPath.exists, raises an error if the store fails."""
+    try:
+        return bool(path.fs.info(path.path)) if is_remote(path) else path.exists()
+    except FileNotFoundError:
+        return False
+
+
+def is_folder(path: Path) -> bool:
+    """Return whether a folder exists, in a store: whether any object is below this name."""
+    # The isdir method of s3fs would return False if the store does not answer.
+    return bool(path.fs.find(path.path)) if is_remote(path) else path.is_dir()
+
+
+def remove_folder(path: Path) -> None:
+    """Delete a folder that exists, with everything in it."""
+    if is_remote(path):
+        path.fs.rm(path.path, recursive=True)
+    else:
+        shutil.rmtree(path)
+
+
+def size_and_stamp(path: Path) -> tuple[int, str | None]:
+    """Return a file's size in bytes and, in a store, its stamp if there is one (see stamp_of).
+
+    Raises FileNotFoundError, or an error of the store's client.
+    """
+    if not is_remote(path):
+        return path.stat().st_size, None
+    info = path.fs.info(path.path)
+    return info["size"], stamp_of(info)
+
+
+def stamp_of(info: dict) -> str | None:
+    """Return the store's own mark of an object's content, such as an ETag, or None."""
+    return next((str(info[key]) for key in STAMPS if info.get(key)), None)
+
+
+def put(path: Path, text: str) -> None:
+    """Write an object in one request: others see either its old content or all of the new one."""
+    path.fs.pipe_file(path.path, text.encode())
+
+
+def open_to_append(path: Path) -> IO[str]:
+    """Open a text file to which lines can be appended."""
+    return _RemoteText(path) if is_remote(path) else path.open("a", encoding="utf-8")
+
+
+class _RemoteText(io.StringIO):
+    """A text file in a store, which cannot append: each flush uploads the whole text again."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self._path = path
+        self.write(read_text(path))
+
+    def flush(self) -> None:
+        explain_store_errors(put)(self._path, self.getvalue())
+
+
+# --- errors ---
+
+
+def explain_store_errors(function: Callable) -> Callable:
+    """Decorate a function so that it raises InputError if an object store fails.
+
+    The function's first argument is a path or an address. FileNotFoundError is not changed.
+    """
+
+    @functools.wraps(function)
+    def explaining(path: Path | str, *args: object, **options: object) -> object:
+        try:
+            return function(path, *args, **options)
+        except FileNotFoundError:
+            raise
+        except Exception as error:
+            reason = reason_of(error)
+            if reason is None or not is_remote(path):
+                raise
+            raise InputError(
+                f"{path} cannot be used ({reason}): check the address and the credentials, then "
+                "start the same command again."
+            ) from error
+
+    return explaining
+
+
+@explain_store_errors
+def read_text(path: Path) -> str:
+    """Return the text of a file. Raises FileNotFoundError, or InputError if its store fails."""
+    return path.read_text(encoding="utf-8")
+
+
+def check_writable(run_dir: Path) -> None:
+    """At an address, write an object and delete it. Raises InputError if that fails."""
+    if not is_remote(run_dir):
+        return
+    probe = run_dir / f".writable-{uuid.uuid4().hex}"
+    try:
+        with as_os_errors():
+            put(probe, "")
+            probe.unlink()
+    except OSError as error:
+        raise InputError(
+            f"Cannot write to {run_dir} ({error.strerror}): check the address and the credentials, "
+            "or give another --save-dir."
+        ) from error
+
+
+@contextmanager
+def as_os_errors() -> Iterator[None]:
+    """Turn an error of a store's client into an OSError whose strerror is the reason.
+
+    Unlike some of the clients' errors, an OSError can be pickled and sent to other ranks.
+    """
+    try:
+        yield
+    except Exception as error:
+        reason = reason_of(error)
+        if reason is None or (isinstance(error, OSError) and error.strerror):
+            raise
+        raise OSError(errno.EIO, reason) from error
+
+
+def reason_of(error: BaseException | None) -> str | None:
+    """Return in one line why a disk or a store failed, or None if the error is of another kind."""
+    while isinstance(error, Exception):
+        if isinstance(error, OSError) or type(error).__module__.split(".")[0] in STORE_CLIENTS:
+            text = getattr(error, "strerror", None) or str(error)
+            if isinstance(error, FileNotFoundError) and " " not in text:  # only the file's name
+                text = f"there is no {text}"
+            return text.partition("\n")[0].rstrip(".") or type(error).__name__
+        if not isinstance(error, RuntimeError):
+            return None
+        error = error.__cause__ or error.__context__  # PyTorch raises it when a write has failed
+    return None
