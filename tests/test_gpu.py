@@ -177,7 +177,9 @@ def test_asynchronous_checkpoints_are_of_their_step(train, tmp_path, monkeypatch
 
 def copied_without_waiting(self, content: dict) -> dict:
     tensors = {name: content[name] for name in ("model", "optimizer", "state")}
-    copies = _create_cpu_state_dict(tensors, pin_memory=True)
+    if self._stager.state_dict_cache is None:  # pinning memory waits for the GPU
+        self._stager.state_dict_cache = _create_cpu_state_dict(tensors, pin_memory=True)
+    copies = self._stager.state_dict_cache
     return {**content, **_copy_state_dict(tensors, copies, non_blocking=True)}
 
 

@@ -53,6 +53,7 @@ def main() -> None:
     parser.add_argument("--seeds", type=int, default=5, help="runs of each kind")
     parser.add_argument("--weight-decay", type=float, default=0.1)
     args, others = parser.parse_known_args()
+    command = sys.argv
     os.environ["WANDB_MODE"] = "disabled"
     rows = []
     for model in args.models:
@@ -69,7 +70,7 @@ def main() -> None:
                 last = json.loads(lines[-1])
                 rows.append({"model": model, "seed": seed, "decayed": choice} | last)
                 print(model, seed, choice, last["eval_loss"], flush=True)
-    sys.argv[:] = ["tests/benchmarks/weight_decay.py", "--output", str(args.output)]
+    sys.argv = command
     write_result(args.output, rows)
 
 
