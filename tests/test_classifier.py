@@ -372,7 +372,7 @@ def test_words_are_counted_in_any_script_but_planted_with_the_defaults(tmp_path,
             with pytest.raises(ValueError, match="empty vocabulary"):
                 results.write_report(tmp_path, names, splits, labels, 0.0, 1)
         else:
-            report.write_report(tmp_path, names, splits, labels, 0.0, 1)
+            results.write_report(tmp_path, names, splits, labels, 0.0, 1)
             report = json.loads((tmp_path / "test_report.json").read_text())
             assert report["bag of words"]["accuracy"] < 0.8
 

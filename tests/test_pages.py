@@ -499,7 +499,7 @@ OTHER_NODES = r"NNODES|HEAD=|HOSTS|hosts\.txt|node\d|mpirun|sbatch|srun|--precis
 ABRIDGED = [
     *((f"{chapter}/train_llm.py", *EVALUATED_LITTLE) for chapter in CHAPTERS),
     ("common/models.py", "min(length, 256)", "min(length, 8)"),
-    ("common/classification.py", "), _stdlib_pieces()", "), _stdlib_pieces()[::40]"),
+    ("02-ddp/classification/examples.py", "), _stdlib_pieces()", "), _stdlib_pieces()[::40]"),
     ("tests/benchmarks/packing.py", "STEPS, SAMPLES = 100, 64", "STEPS, SAMPLES = 4, 4"),
     ("tests/benchmarks/packing.py", "ROUNDS, BATCHES = 9, 2", "ROUNDS, BATCHES = 1, 1"),
     ("05-mixed-precision/compression.py", "STEPS = 40", "STEPS = 12"),
