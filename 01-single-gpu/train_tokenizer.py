@@ -1,4 +1,4 @@
-"""Train a tokenizer on the training part of a corpus, and measure it on the evaluation part.
+"""Train a tokenizer on the training part of a corpus and measure it on the evaluation part.
 
 python 01-single-gpu/train_tokenizer.py my-tokenizer
 """
@@ -21,12 +21,12 @@ from common.models import check_new_folder, complete_folder
 if TYPE_CHECKING:
     import datasets
 
-END_OF_TEXT = "<|endoftext|>"  # stands after each document, and gets the number 0
-UNKNOWN = "<|unknown|>"  # in place of what is not in a vocabulary of words or of characters
+END_OF_TEXT = "<|endoftext|>"  # ends each document; its id is 0
+UNKNOWN = "<|unknown|>"  # replaces words and characters that are not in the vocabulary
 N_BYTES = 256
 DOCUMENTS_PER_BATCH = 32
-# A word takes the space before it along, so that texts come back with their spaces; what is written
-# without spaces is cut into its characters.
+# A word includes the space before it, so that decoding restores the spaces. Scripts that write no
+# spaces are split into characters.
 NO_SPACES = r"\p{Han}\p{Hiragana}\p{Katakana}"
 WORD = rf"[{NO_SPACES}]| ?[\w&&[^{NO_SPACES}]]+| ?[^\w\s]|\n+| +|\s"
 CHARACTER = r"[\s\S]"
@@ -36,13 +36,13 @@ KINDS = {"bpe": "byte-level BPE", "word": "words", "character": "characters"}
 def get_args() -> argparse.Namespace:
     parser = cli.ArgumentParser(description=__doc__)
     add = parser.add_argument
-    add("target", type=Path, help="folder to write; must not exist yet")
+    add("target", type=Path, help="folder to write; it must not exist yet")
     add("-d", "--dataset-name", default="python-stdlib", help="preset, file, folder or hub id")
     add("--dataset-subset", help="configuration of a hub data set")
-    add("--text-column", help="column to train on (if absent: text)")
-    add("--kind", default="bpe", choices=list(KINDS), help="what a token is")
-    add("--vocab-size", default=4096, type=at_least(3), help="tokens, at most")
-    add("--min-frequency", default=2, type=at_least(1), help="times that a token must occur")
+    add("--text-column", help="column that holds the text (default: text)")
+    add("--kind", default="bpe", choices=list(KINDS), help="kind of token")
+    add("--vocab-size", default=4096, type=at_least(3), help="limit of tokens")
+    add("--min-frequency", default=2, type=at_least(1), help="least occurrences of a token")
     return parser.parse_args()
 
 
@@ -51,7 +51,10 @@ def main() -> None:
     target = args.target
     check_new_folder(target)
     if args.kind == "bpe" and args.vocab_size <= N_BYTES:
-        raise InputError(f"All bytes and an end are {N_BYTES + 1} tokens: give --vocab-size more.")
+        raise InputError(
+            f"--vocab-size {args.vocab_size} is too small for the {N_BYTES} bytes and the "
+            f"end-of-text token: give at least {N_BYTES + 1}."
+        )
 
     source = find_source(args.dataset_name, args.dataset_subset, args.text_column)
     parts = dict(zip(("training", "evaluation"), source.load(), strict=True))
@@ -62,25 +65,25 @@ def main() -> None:
     tokenizer = train(args.kind, args.vocab_size, args.min_frequency, parts["training"])
     counts = measure(tokenizer, parts["evaluation"])
 
-    # The library that writes has no other class for a full disk.
+    # The tokenizers library raises a plain Exception, for example on a full disk.
     with complete_folder(target, (Exception,)) as unfinished:
         tokenizer.save_pretrained(unfinished)
     known_tokens = 1 - counts["unknown tokens"] / counts["tokens"]
     known_characters = 1 - counts["unknown characters"] / sizes["evaluation"]
     print(
-        f"{target}: {KINDS[args.kind]}, {len(tokenizer):,} tokens, made of the "
-        f"{sizes['training']:,} characters for training of {args.dataset_name}\n"
-        f"on the {sizes['evaluation']:,} characters for evaluation: "
+        f"{target}: {KINDS[args.kind]}, {len(tokenizer):,} tokens, trained on "
+        f"{sizes['training']:,} characters of {args.dataset_name}\n"
+        f"evaluated on {sizes['evaluation']:,} other characters: "
         f"{counts['tokens'] / sizes['evaluation']:.3f} tokens per character\n"
-        f"of these, the vocabulary knows {known_characters:.2%} of the characters, "
-        f"{known_tokens:.2%} of the tokens; {counts['unknown tokens']:,} are unknown\n"
+        f"the vocabulary covers {known_characters:.2%} of these characters and {known_tokens:.2%} "
+        f"of the tokens; {counts['unknown tokens']:,} tokens are unknown\n"
         "to train with it: python 01-single-gpu/train_llm.py --tokenizer-name "
         f"{shlex.quote(str(target))}"
     )
 
 
 def texts(documents: "datasets.Dataset") -> Iterator[str]:
-    """Yield one document after the other; a few at a time are in memory."""
+    """Yield the documents, with only a few of them in memory at a time."""
     for batch in documents.iter(DOCUMENTS_PER_BATCH):
         yield from batch["text"]
 
@@ -88,16 +91,16 @@ def texts(documents: "datasets.Dataset") -> Iterator[str]:
 def train(
     kind: str, vocab_size: int, min_frequency: int, documents: "datasets.Dataset"
 ) -> PreTrainedTokenizerFast:
-    """Return a tokenizer of at most vocab_size tokens, the same one for the same documents.
+    """Return a tokenizer with at most vocab_size tokens; the same documents give the same one.
 
-    min_frequency: of a pair that BPE merges (https://arxiv.org/abs/1508.07909), of a word, of a
-    character; what is rarer gets no token.
+    min_frequency: how often a word, a character, or a pair that BPE merges must occur to become a
+    token (BPE: https://arxiv.org/abs/1508.07909).
     """
     common = {"vocab_size": vocab_size, "min_frequency": min_frequency, "show_progress": False}
     special = {"bos_token": END_OF_TEXT, "eos_token": END_OF_TEXT}
     if kind == "bpe":
         tokenizer = Tokenizer(models.BPE())
-        # Bytes, not characters, so that no text at all is outside the vocabulary.
+        # Works on bytes, so that it can encode any text.
         tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
         tokenizer.decoder = decoders.ByteLevel()
         tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
@@ -108,8 +111,8 @@ def train(
     else:
         tokenizer = Tokenizer(models.WordLevel(unk_token=UNKNOWN))
         pattern = Regex(WORD if kind == "word" else CHARACTER)
-        tokenizer.pre_tokenizer = pre_tokenizers.Split(pattern, "isolated")  # nothing is left out
-        tokenizer.decoder = decoders.Fuse()  # left to itself, it would put spaces between tokens
+        tokenizer.pre_tokenizer = pre_tokenizers.Split(pattern, "isolated")  # keeps all characters
+        tokenizer.decoder = decoders.Fuse()  # the default puts spaces between tokens
         trainer = trainers.WordLevelTrainer(special_tokens=[END_OF_TEXT, UNKNOWN], **common)
         special["unk_token"] = UNKNOWN
     tokenizer.train_from_iterator(texts(documents), trainer)
@@ -118,7 +121,7 @@ def train(
 
 
 def measure(tokenizer: PreTrainedTokenizerFast, documents: "datasets.Dataset") -> Counter[str]:
-    """Count tokens, and the unknown among them with the characters that they stand for."""
+    """Count the tokens, the unknown tokens, and the characters in unknown tokens."""
     counts = Counter()
     for text in texts(documents):
         encoding = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
-# Chapter 2 on all GPUs of this machine; without a GPU, in 2 processes. All arguments go to the
-# script. NPROC_PER_NODE is the number of processes, if it shall be another one. Paths count from the
-# repository's root, wherever this is called.
+# Chapter 2 on this machine: one process per GPU or, without GPUs, two processes. To use another
+# number of processes, set NPROC_PER_NODE. All arguments are passed to train_llm.py. Relative paths
+# start at the root of the repository, wherever you call this file.
 #
 #   bash 02-ddp/launch.sh
 #   bash 02-ddp/launch.sh -e my-run --max-steps 100
@@ -9,7 +9,7 @@
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-# The environment that `make train` sets up, or the one that is active.
+# The interpreter of the active environment or, if there is none, of .venv.
 PYTHON=python
 if [[ -z "${VIRTUAL_ENV:-}" && -x .venv/bin/python ]]; then
     PYTHON=.venv/bin/python
@@ -19,19 +19,19 @@ if [[ " $* " == *" --help "* || " $* " == *" -h "* ]]; then
     exec "$PYTHON" 02-ddp/train_llm.py --help
 fi
 
-# torchrun opens the logs before the script has read its arguments: the run's folder is needed here.
-# The processes share the cores: left to itself, each would take them all, or torchrun give it one.
+# torchrun opens the log files before the script starts, so it needs the run's folder here. Each
+# process gets an equal share of the CPU cores; by default torchrun gives it one thread only.
 PLAN=$("$PYTHON" -m common.distributed "$@")
 { read -r NAME && read -r SAVE_DIR && read -r PROCESSES && read -r THREADS; } <<<"$PLAN"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$THREADS}"
-# For the line with which the script says how the run can go on.
+# The script prints this command in its last line, which says how to resume the run.
 export LAUNCH_COMMAND="${NPROC_PER_NODE:+NPROC_PER_NODE=$NPROC_PER_NODE }bash 02-ddp/launch.sh"
-# torchrun marks the lines that it shows with this. The script's lines name their rank already.
+# Show the lines of rank 0 without torchrun's prefix, because they already contain the rank.
 # shellcheck disable=SC2016
 export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE='${role_name}'
 
-# What each rank prints, and the exception that it died of, goes to logs/<id>/attempt_0/<rank>/;
-# rank 0 is shown here as well (3: stdout and stderr).
+# The output of each rank and the exception that ended it are in logs/<id>/attempt_0/<rank>/. Rank
+# 0's output is also shown here (3 means stdout and stderr).
 exec "$PYTHON" -m torch.distributed.run \
     --standalone \
     --nproc-per-node "$PROCESSES" \

@@ -1,6 +1,8 @@
 """Find the first step in which two runs differ, and what differs in their checkpoints.
 
 python 03-multi-node/compare_runs.py outputs/one outputs/two
+
+The exit status is 0 if nothing differs, 1 if something differs, and 2 for bad input.
 """
 
 import json
@@ -27,7 +29,7 @@ def read_metrics(run_dir: Path) -> dict[int, dict]:
         lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
         return {line["step"]: line for line in lines}
     except (OSError, ValueError, KeyError) as error:
-        raise InputError(f"Cannot read {path} ({error}): give the folders of two runs.") from error
+        raise InputError(f"Cannot read {path} ({error}): give the folder of a run.") from error
 
 
 def difference(one: float | None, two: float | None) -> float:

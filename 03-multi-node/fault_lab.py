@@ -5,9 +5,9 @@ python 03-multi-node/fault_lab.py crash
 python 03-multi-node/fault_lab.py crash --fixed
 
 Each file in faults/ is one fault. The lab plants it in a copy of this chapter's train_llm.py, or in
-a script of a few lines, and prints the change. torchrun starts the script as two processes. The lab
-then shows what you would see in the log, and what a diagnostic tool says about the cause. With
---fixed it shows the corrected version. It exits with status 0 if everything was as expected.
+a script of a few lines, prints the change, and starts two processes with torchrun. It then shows
+what you would see in the log, and what a diagnostic tool says about the cause. With --fixed it runs
+the corrected version. It exits with status 0 if everything was as expected, otherwise with 1.
 diagnosing.md has a section on each fault.
 """
 
@@ -54,7 +54,7 @@ def get_args() -> argparse.Namespace:
     add("faults", nargs="+", metavar="FAULT", choices=names, help=f"one of: {', '.join(names)}")
     add("--fixed", action="store_true", help="run the corrected version instead")
     add("--dist-timeout", default=8, type=at_least(2), help="seconds to wait for other ranks")
-    add("--output", type=Path, default="outputs/fault-lab", help="folder for what the runs write")
+    add("--output", type=Path, default="outputs/fault-lab", help="folder for all files of the runs")
     return parser.parse_args()
 
 
@@ -67,15 +67,17 @@ def main() -> None:
     try:
         lab = Lab(args.dist_timeout, args.output)
     except OSError as error:
-        sentence = f"Cannot write to {args.output} ({error.strerror}): give another --output."
-        raise InputError(sentence) from error
+        message = f"Cannot write to --output {args.output} ({error.strerror}): give another folder."
+        raise InputError(message) from error
     try:
         for name in args.faults:
-            print(f"=== {name}{', fixed' if args.fixed else ''}: {FAULTS[name].__doc__}")
+            fault = FAULTS[name]
+            print(f"=== {name}{', fixed' if args.fixed else ''}: {fault.__doc__}")
+            show = fault.show_fix if args.fixed else fault.show_fault
             try:
-                FAULTS[name].show_fix(lab) if args.fixed else FAULTS[name].show_fault(lab)
+                show(lab)
             except (subprocess.TimeoutExpired, TimeoutError) as error:
-                lab.expect(False, f"{name} should come to an end ({error})")
+                lab.expect(False, f"{name} should end ({error})")
     finally:
         for run in lab.runs:
             run.kill()

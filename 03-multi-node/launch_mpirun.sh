@@ -1,20 +1,21 @@
 #!/usr/bin/env bash
-# Chapter 3 with Open MPI's mpirun, which starts the processes over ssh and passes its signals on to
-# them. It only launches: the processes talk through NCCL or gloo, not through MPI. All arguments go
-# to the script. Run this on any machine that can ssh to the hosts.
+# Chapter 3 with Open MPI. mpirun starts the processes over ssh and forwards signals to them. The
+# processes communicate through NCCL or gloo, not through MPI. All arguments are passed to
+# train_llm.py. Run this on any machine that can log in to the hosts with ssh.
 #
 #   bash 03-multi-node/launch_mpirun.sh
 #   HOSTS=node1:8,node2:8 bash 03-multi-node/launch_mpirun.sh -e my-run
 #
-# HOSTS        host:processes, separated by commas; if absent, this machine, a process for each GPU,
-#              or 2 without GPUs
-# MASTER_PORT  a free port on the first of them
-# SSH          the command that reaches a host, if not ssh
-# FORWARD      names of more variables that the hosts shall have, separated by spaces
+# HOSTS        host:processes, separated by commas (default: this machine, with one process per GPU
+#              or, without GPUs, two processes)
+# MASTER_PORT  a free port on the first host (default: 29500)
+# SSH          the command that logs in to a host (default: ssh)
+# FORWARD      names of more variables to pass on to the processes, separated by spaces
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 
-# The environment that `make train` sets up, or the active one; at the same path on all hosts.
+# The interpreter of the active environment or, if there is none, of .venv. It must have the same
+# path on all hosts.
 PYTHON=$(command -v "${PYTHON:-python}" || true)
 if [[ "${PYTHON##*/}" == python && -z "${VIRTUAL_ENV:-}" && -x .venv/bin/python ]]; then
     PYTHON=$PWD/.venv/bin/python
@@ -30,7 +31,7 @@ HOSTS=${HOSTS:-localhost:$PROCESSES}
 RANKS=0
 for HOST in ${HOSTS//,/ }; do
     if [[ ! "$HOST" =~ ^[^:]+:[1-9][0-9]*$ ]]; then
-        echo "HOSTS must be host:processes, separated by commas, not '$HOSTS'." >&2
+        echo "HOSTS is '$HOSTS': give host:processes, such as node1:8,node2:8." >&2
         exit 2
     fi
     RANKS=$((RANKS + ${HOST#*:}))
@@ -38,10 +39,10 @@ done
 export MASTER_ADDR=${HOSTS%%:*}
 export MASTER_PORT=${MASTER_PORT:-29500}
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$THREADS}"
-# For the line with which the script says how the run can go on.
+# The script prints this command in its last line, which says how to resume the run.
 export LAUNCH_COMMAND="HOSTS=$HOSTS bash 03-multi-node/launch_mpirun.sh"
 
-# mpirun hands on only the variables that are named.
+# mpirun passes on only the variables that are given with -x.
 NAMES="PYTHONPATH|(OMP|HF|WANDB|NCCL|GLOO|TORCH|PYTORCH|CUDA|LAUNCH)_.*"
 NAMES+="${FORWARD:+|${FORWARD// /|}}"
 VARIABLES=(-x MASTER_ADDR -x MASTER_PORT)
@@ -49,8 +50,8 @@ for VARIABLE in $(compgen -e | grep -xE "$NAMES"); do
     VARIABLES+=(-x "$VARIABLE")
 done
 [[ "$SAVE_DIR" == /* ]] || SAVE_DIR="$PWD/$SAVE_DIR"
-# --bind-to none: else all threads of a process share one core. --output-filename keeps what each
-# rank prints. A process that ends with another status than 0 ends all.
+# Without --bind-to none, all threads of a process would share one core. --output-filename keeps the
+# output of each rank. If a process fails, mpirun ends all others.
 exec mpirun \
     -np "$RANKS" \
     -host "$HOSTS" \

@@ -1,19 +1,19 @@
 #!/usr/bin/env bash
-# Chapter 3 on hosts that you reach by ssh, without a queue: starts launch_torchrun.sh on each of
-# them in the background, shows what they print, stops them. The hosts run Linux and see this
-# repository at the same path, and bash is their login shell.
+# Chapter 3 over ssh, without a queue: start launch_torchrun.sh on each host in the background, show
+# its log, or stop it. The hosts must run Linux with bash as the login shell, and have this
+# repository at the same path. All arguments after HOSTS_FILE are passed to train_llm.py.
 #
 #   bash 03-multi-node/launch_ssh.sh start HOSTS_FILE -e my-run --max-steps 100
 #   bash 03-multi-node/launch_ssh.sh tail HOSTS_FILE -e my-run
 #   bash 03-multi-node/launch_ssh.sh stop HOSTS_FILE -e my-run
 #
-# HOSTS_FILE  a host on each line, # for comments; the first one is the head of the rendezvous
-# PORT        a free port on the first host
-# SSH         the command that reaches a host, if not ssh
-# FORWARD     names of more variables that the hosts shall have, separated by spaces
+# HOSTS_FILE  one host per line, # starts a comment; the first host serves the rendezvous
+# PORT        a free port on the first host (default: 29400)
+# SSH         the command that logs in to a host (default: ssh)
+# FORWARD     names of more variables to pass on to the hosts, separated by spaces
 #
-# start takes the variables of launch_torchrun.sh too (NPROC_PER_NODE, MAX_RESTARTS, ...). stop lets
-# the run save and end; the same `start` goes on with it.
+# `start` also takes the variables of launch_torchrun.sh, such as NPROC_PER_NODE. `stop` makes the
+# run save and exit; the same `start` resumes it.
 set -euo pipefail
 
 refuse() {
@@ -25,14 +25,14 @@ VERB=${1:-}
 [[ "$VERB" =~ ^(start|tail|stop)$ ]] ||
     refuse "Say what to do: launch_ssh.sh start, tail or stop, then HOSTS_FILE and -e NAME."
 [[ -r "${2:-}" ]] ||
-    refuse "Cannot read the hosts file '${2:-}': give a file with a host on each line."
-# In place of mapfile, which bash 3.2 does not have. At the end of the file, read returns 1.
+    refuse "Cannot read HOSTS_FILE '${2:-}': give a file with one host per line."
+# bash 3.2 has no mapfile. At the end of the file, read returns 1.
 read -r -d '' -a HOSTS < <(sed 's/#.*//; s/[[:space:]]//g' "$2") || true
-((${#HOSTS[@]})) || refuse "No host in $2: give a file with a host on each line."
+((${#HOSTS[@]})) || refuse "HOSTS_FILE $2 contains no host: give a file with one host per line."
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 shift 2
 
-# By its path: the hosts' shells need not know the environment that is active here.
+# Use the full path of the interpreter, because the environment is not active on the hosts.
 PYTHON=$(command -v "${PYTHON:-python}" || true)
 if [[ "${PYTHON##*/}" == python && -z "${VIRTUAL_ENV:-}" && -x .venv/bin/python ]]; then
     PYTHON=$PWD/.venv/bin/python
@@ -44,10 +44,12 @@ PLAN=$("$PYTHON" -m common.distributed "$@")
 [[ " $*" == *" -e"* || " $*" == *" --experiment-name"* ]] || set -- -e "$NAME" "$@"
 [[ "$SAVE_DIR" == /* ]] || SAVE_DIR="$PWD/$SAVE_DIR"
 LOGS="$SAVE_DIR/$NAME/logs"
-RUNS="launch_torchrun.sh|--rdzv-id $NAME " # what a host runs, at first and then
+# The command line on a host contains first the one, then the other.
+COMMAND_PATTERN="launch_torchrun.sh|--rdzv-id $NAME "
 export LAUNCH_COMMAND="bash 03-multi-node/launch_ssh.sh start HOSTS_FILE"
 
-# on HOST COMMAND...: ssh hands one string to the shell of the host, which takes it apart again.
+# on HOST COMMAND...: run a command in this folder on a host. The host's shell splits the command
+# into words again, so each word is quoted.
 on() {
     # shellcheck disable=SC2029,SC2086
     ${SSH:-ssh} "$1" "cd $(printf %q "$PWD") && $(printf '%q ' "${@:2}")"
@@ -55,7 +57,7 @@ on() {
 
 case "$VERB" in
 start)
-    # ssh hands on no variables: these go along in the command.
+    # ssh passes on no variables, so the command sets them.
     NAMES="NPROC_PER_NODE|MAX_RESTARTS|LAST_CALL|PYTHON|PYTHONPATH"
     NAMES+="|(OMP|HF|WANDB|NCCL|GLOO|TORCH|PYTORCH|PET|CUDA|LAUNCH)_.*${FORWARD:+|${FORWARD// /|}}"
     VARIABLES=("NNODES=$NNODES" "HEAD=$HEAD")
@@ -63,25 +65,25 @@ start)
         VARIABLES+=("$VARIABLE=${!VARIABLE}")
     done
     for HOST in "${HOSTS[@]}"; do
-        # A session of its own, so that it stays when ssh goes; its number is torchrun's.
+        # setsid keeps it running after ssh has exited. torchrun then has the process id $!.
         on "$HOST" mkdir -p "$LOGS"
         # shellcheck disable=SC2016
         on "$HOST" env "${VARIABLES[@]}" bash -c '
-            LOG=$1 NAME=$2 RUNS=$3; shift 3
+            LOG=$1 NAME=$2 COMMAND_PATTERN=$3; shift 3
             if PID=$(cat "$LOG.pid" 2>/dev/null) &&
-                tr "\0" " " 2>/dev/null <"/proc/$PID/cmdline" | grep -qE -- "$RUNS"; then
-                echo "$NAME runs here already: stop it first." >&2
+                tr "\0" " " 2>/dev/null <"/proc/$PID/cmdline" | grep -qE -- "$COMMAND_PATTERN"; then
+                echo "$NAME is already running on this host: stop it first." >&2
                 exit 2
             fi
             setsid nohup bash 03-multi-node/launch_torchrun.sh "$@" >>"$LOG.log" 2>&1 </dev/null &
-            echo $! >"$LOG.pid"' start "$LOGS/$HOST" "$NAME" "$RUNS" "$@"
-        echo "$HOST: started; it writes to $LOGS/$HOST.log"
+            echo $! >"$LOG.pid"' start "$LOGS/$HOST" "$NAME" "$COMMAND_PATTERN" "$@"
+        echo "$HOST: started, log file $LOGS/$HOST.log"
     done
     ;;
 tail)
     trap 'kill $(jobs -p) 2>/dev/null' EXIT
     for HOST in "${HOSTS[@]}"; do
-        # Not through `on`: the job has to be ssh itself, to be ended with this.
+        # Do not use `on` here: the background job must be ssh itself, so that the trap ends it.
         # shellcheck disable=SC2029,SC2086
         ${SSH:-ssh} "$HOST" "tail -n 20 -F $(printf %q "$LOGS/$HOST.log")" \
             > >(while IFS= read -r LINE; do echo "$HOST: $LINE"; done) &
@@ -90,15 +92,15 @@ tail)
     ;;
 stop)
     for HOST in "${HOSTS[@]}"; do
-        # SIGTERM to torchrun, which hands it on to its processes and waits for them.
+        # torchrun forwards SIGTERM to its processes and waits for them.
         # shellcheck disable=SC2016
         on "$HOST" bash -c '
             if PID=$(cat "$1.pid" 2>/dev/null) &&
                 tr "\0" " " 2>/dev/null <"/proc/$PID/cmdline" | grep -qE -- "$3"; then
                 kill -TERM "$PID" && echo "told to stop"
             else
-                echo "nothing of $2 runs here"
-            fi' stop "$LOGS/$HOST" "$NAME" "$RUNS" | sed "s/^/$HOST: /" &
+                echo "$2 is not running on this host"
+            fi' stop "$LOGS/$HOST" "$NAME" "$COMMAND_PATTERN" | sed "s/^/$HOST: /" &
     done
     wait
     ;;

@@ -1,28 +1,28 @@
 #!/usr/bin/env bash
-# Chapter 3 with plain torchrun: the same line on every node. The torchrun on HEAD waits ten minutes
-# for the others; they give up after one minute if it is not there. All arguments go to the script.
-# Alone, without variables, it trains on this machine.
+# Chapter 3 with torchrun: run the same command on every node. The node in HEAD waits ten minutes
+# for the other nodes, and they try for one minute to reach it. Without variables, only this machine
+# trains. All arguments are passed to train_llm.py.
 #
 #   bash 03-multi-node/launch_torchrun.sh
 #   NNODES=2 HEAD=node1:29400 bash 03-multi-node/launch_torchrun.sh -e my-run
 #   NNODES=1:2 MAX_RESTARTS=3 HEAD=node1:29400 bash 03-multi-node/launch_torchrun.sh -e my-run
 #
-# NNODES          number of nodes, or MIN:MAX: the run then goes on with those that are there
-# HEAD            host:port of the node that keeps the list of who is there; a port that is free
-# NPROC_PER_NODE  processes on this node, if not one for each GPU, or 2 without GPUs
-# MAX_RESTARTS    how often all processes are started again after a failure
-# LAST_CALL       with MIN:MAX, seconds that MIN nodes wait for more of them
-# PYTHON          the interpreter, if not the one of the active environment or of .venv
-# LAUNCH_FILE     the file that a reader has called, if not this one; its folder has the script
+# NNODES          number of nodes (default: 1), or MIN:MAX if nodes may join and leave the run
+# HEAD            rendezvous address host:port: one of the nodes, and a free port of that node
+# NPROC_PER_NODE  processes on this node (default: one per GPU or, without GPUs, two)
+# MAX_RESTARTS    how often torchrun restarts all processes after a failure (default: 0)
+# LAST_CALL       with MIN:MAX, seconds that MIN nodes wait for more nodes (default: 30)
+# PYTHON          the interpreter (default: the one of the active environment or of .venv)
+# LAUNCH_FILE     a launch file that calls this one; the train_llm.py next to it is started
 set -euo pipefail
-# Slurm's warning goes to all processes. torchrun would die of it, but ignores what was ignored when
-# it started; the training script listens.
+# Slurm sends USR1 to all processes, and it would kill torchrun. A signal that is ignored here stays
+# ignored in torchrun, while train_llm.py installs a handler for it.
 trap "" USR1
 cd "$(dirname "${BASH_SOURCE[0]}")/.."
 LAUNCH_FILE=${LAUNCH_FILE:-03-multi-node/launch_torchrun.sh}
 SCRIPT="$(dirname "$LAUNCH_FILE")/train_llm.py"
 
-# The environment that `make train` sets up, or the one that is active.
+# The interpreter of the active environment or, if there is none, of .venv.
 PYTHON=${PYTHON:-python}
 if [[ "$PYTHON" == python && -z "${VIRTUAL_ENV:-}" && -x .venv/bin/python ]]; then
     PYTHON=.venv/bin/python
@@ -35,28 +35,28 @@ fi
 PLAN=$("$PYTHON" -m common.distributed "$@")
 { read -r NAME && read -r SAVE_DIR && read -r PROCESSES && read -r THREADS; } <<<"$PLAN"
 if [[ "${NNODES:-1}" != 1 && -z "${HEAD:-}" ]]; then
-    echo "Several nodes need to know where to meet: give HEAD=host:port." >&2
+    echo "A run on several nodes needs a rendezvous address: set HEAD=host:port." >&2
     exit 2
 fi
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$THREADS}"
-# Alone, it need not be known to anybody by its name.
+# A single node uses localhost, because its own host name may not resolve.
 ADDRESS=()
 [[ -n "${HEAD:-}" ]] || ADDRESS=(--local-addr localhost)
-# For the line with which the script says how the run can go on.
+# The script prints this command in its last line, which says how to resume the run.
 VARIABLES=
 for VARIABLE in NNODES HEAD NPROC_PER_NODE MAX_RESTARTS LAST_CALL; do
     [[ -z "${!VARIABLE:-}" ]] || VARIABLES+="$VARIABLE=${!VARIABLE} "
 done
 export LAUNCH_COMMAND="${LAUNCH_COMMAND:-${VARIABLES}bash $LAUNCH_FILE}"
-# torchrun marks the lines that it shows with this. The script's lines name host and rank already.
+# Show the lines of rank 0 without torchrun's prefix, because they already contain host and rank.
 # shellcheck disable=SC2016
 export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE='${role_name}'
-# Left to itself, torchrun lets all restarts meet in one store, in which the processes find
-# addresses of those that are gone (https://github.com/pytorch/pytorch/issues/135712).
+# By default all restarts share one store, in which processes can find addresses of processes that
+# no longer exist (https://github.com/pytorch/pytorch/issues/135712).
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 
-# Static, for comparison: --nnodes 2 --node-rank 0 (on the other node 1) --master-addr node1
-# --master-port 29400 in place of the three --rdzv lines. No node can then come later or go.
+# A static rendezvous has --nnodes 2 --node-rank 0 (on the other node 1) --master-addr node1
+# --master-port 29400 instead of the --rdzv flags. Then no node can join or leave during the run.
 exec "$PYTHON" -m torch.distributed.run \
     --nnodes "${NNODES:-1}" \
     --nproc-per-node "$PROCESSES" \

@@ -1,23 +1,23 @@
 #!/usr/bin/env bash
-# A real Slurm cluster on one Linux machine, to try multi-node jobs before you queue for them. Each
-# node is a network namespace with a host name, an address, a slurmd and an sshd of its own. All
-# nodes see the machine's files, as if they were on a shared file system. Root is needed, and on
-# Debian or Ubuntu: apt-get install slurm-wlm munge openssh-server openssh-client iproute2
+# Run a Slurm cluster on one Linux machine, to try multi-node jobs before you submit them to a large
+# one. Each node is a network namespace with its own host name, address, slurmd and sshd. All nodes
+# see the machine's files, like a shared file system. This needs root and, on Debian or Ubuntu:
+# apt-get install slurm-wlm munge openssh-server openssh-client iproute2
 #
 #   bash 03-multi-node/local_cluster.sh up          # node1 and node2; `up 4` for four nodes
 #   bash 03-multi-node/local_cluster.sh status
-#   bash 03-multi-node/local_cluster.sh down        # ends all jobs and leaves nothing behind
+#   bash 03-multi-node/local_cluster.sh down        # kills all jobs and removes all files
 #
-# To pull node1's cable out of the switch, and to plug it in again:
+# To disconnect node1 from the network, and to connect it again:
 #
 #   ip -n lab-switch link set node1 down
 #   ip -n lab-switch link set node1 up
 #
-# It writes to its own folder alone and leaves a Slurm, munge or sshd of the machine in peace. For
-# another cluster beside the first, set all three:
+# The cluster writes only to its own folder, and does not affect the machine's own Slurm, munge or
+# sshd. To start a second cluster, set all three variables:
 #
 # LOCAL_CLUSTER_DIR      its folder
-# LOCAL_CLUSTER_NAME     what the names of its namespaces begin with
+# LOCAL_CLUSTER_NAME     prefix of the names of its namespaces
 # LOCAL_CLUSTER_NETWORK  the first three numbers of its addresses
 set -euo pipefail
 DIR=${LOCAL_CLUSTER_DIR:-/run/local-cluster}
@@ -25,7 +25,7 @@ NAME=${LOCAL_CLUSTER_NAME:-lab}
 NETWORK=${LOCAL_CLUSTER_NETWORK:-10.77.0} # node1 is 10.77.0.1, node2 is 10.77.0.2
 LOGIN=$NETWORK.253                        # this machine, where you submit jobs
 CONTROLLER=$NETWORK.254                   # where slurmctld runs
-MARK=.local-cluster                       # a file in every folder that may be removed
+MARK=.local-cluster                       # only a folder that contains this file may be removed
 PACKAGES="slurm-wlm munge openssh-server openssh-client iproute2"
 
 refuse() {
@@ -48,8 +48,9 @@ check_machine() {
 }
 
 check_free() {
-    [[ ! -e "$DIR" ]] || refuse "$DIR is something else's folder: choose another LOCAL_CLUSTER_DIR."
-    # Routes to a part of the network, and routes to more than it other than those to everywhere.
+    [[ ! -e "$DIR" ]] ||
+        refuse "$DIR exists but belongs to no cluster: choose another LOCAL_CLUSTER_DIR."
+    # All routes to addresses of the network, except default routes.
     local routes show=(ip -4 route show table all to)
     routes=$("${show[@]}" root "$NETWORK.0/24" && "${show[@]}" match "$NETWORK.0/24")
     ! grep -qvE '^(default |0\.0\.0\.0/1 |$)' <<<"$routes" ||
@@ -92,11 +93,11 @@ UsePAM no
 PidFile none
 SetEnv SLURM_CONF=$DIR/slurm.conf
 END
-    # sshd refuses root, key or not, where that account is locked. On the nodes it is not.
+    # sshd refuses even root's key if the account is locked, so unlock the account on the nodes.
     echo "root:*:::::::" >"$DIR/shadow"
     slurm_conf >"$DIR/slurm.conf"
-    # No cgroup is used, but slurmd looks for them all the same. They can be turned off since 24.05;
-    # before, the plugin for version 1 does as well: it touches nothing unless it is told to.
+    # slurmd looks for cgroups even if nothing uses them. From Slurm 24.05 on they can be disabled.
+    # Before, cgroup/v1 works too, because that plugin only acts if other options ask for it.
     local plugin=disabled
     [[ "$(slurmd -V)" =~ ([0-9]+)\.([0-9]+) ]]
     ((${BASH_REMATCH[1]}${BASH_REMATCH[2]} >= 2405)) || plugin=cgroup/v1
@@ -104,14 +105,14 @@ END
 }
 
 slurm_conf() {
-    # `slurmd -C` prints what this machine has. Every node claims all of it: the nodes share it.
+    # `slurmd -C` prints the machine's cores and memory. Each node claims all of them.
     local hardware k
     hardware=$(slurmd -C | grep -oE '\b(CPUs|RealMemory)=[0-9]+' | tr '\n' ' ')
     cat <<END
 ClusterName=local
 SlurmctldHost=controller($CONTROLLER)
 SlurmUser=root
-# cred_expire: a requeued job waits until its old credentials have expired, by default 120 seconds.
+# cred_expire: a requeued job waits until its old credentials expire, by default after 120 seconds.
 AuthInfo=socket=$DIR/munge.socket,cred_expire=5
 StateSaveLocation=$DIR/state
 SlurmdSpoolDir=$DIR/spool/%n
@@ -121,20 +122,20 @@ ProctrackType=proctrack/linuxproc
 TaskPlugin=task/none
 MpiDefault=none
 
-# Jobs start within a second. Nodes are asked every SlurmdTimeout/3 seconds whether they are alive,
-# and at every 20th time one that is down is asked as well: both ways it takes about 15 seconds.
+# Jobs start within a second. slurmctld pings the nodes every SlurmdTimeout/3 seconds, and at every
+# 20th ping also nodes that are down. It notices a lost or recovered node after about 15 seconds.
 SchedulerParameters=batch_sched_delay=0,sched_interval=1,sched_min_interval=0,bf_interval=1
 SlurmdTimeout=5
 ReturnToService=2
 JobRequeue=1
 KillWait=20
-# What ends tasks is answered when they are gone, and a message without an answer is sent again a
-# minute later: it would end the job's next start, whose tasks have the same numbers.
+# A node answers a message that ends tasks after the tasks are gone. Without an answer, the message
+# is sent again a minute later, and would end the restarted job, whose tasks have the same ids.
 MessageTimeout=25
 
-# A job in urgent takes the nodes of jobs in main. Their steps get SIGTERM. A job that ends then is
-# done, unless it requeues itself. Others get SIGTERM again 30 to 60 seconds later, SIGKILL after
-# KillWait, and are requeued.
+# A job in partition urgent preempts jobs in main. Their steps get SIGTERM. A job that exits then is
+# complete, unless it requeues itself. Other jobs get SIGTERM again 30 to 60 seconds later, SIGKILL
+# after KillWait, and are requeued.
 PreemptType=preempt/partition_prio
 PreemptMode=REQUEUE
 
@@ -149,8 +150,8 @@ END
     echo "PartitionName=urgent Nodes=ALL PriorityTier=2 PreemptMode=OFF"
 }
 
-# The switch is a bridge in a namespace of its own, where no firewall of this machine filters it.
-# The controller lives there too.
+# The switch is a bridge in its own namespace, so that this machine's firewall does not filter its
+# packets. The controller runs in the same namespace.
 plug_network() {
     local switch=$NAME-switch node k
     ip netns add "$switch"
@@ -173,22 +174,22 @@ plug_network() {
     done
 }
 
-# start HOST DAEMON...: in a session of its own, out of Ctrl-C's reach; without descriptor 9, which
-# is this script's lock.
+# start HOST DAEMON...: setsid protects the daemon from Ctrl-C. The daemon does not inherit file
+# descriptor 9, because that would keep this script's lock.
 start() {
     local daemon=$1-${2##*/}
     setsid ip netns exec "$NAME-${1/controller/switch}" unshare --uts \
         bash -euc 'become "$@"' start "$@" </dev/null >"$DIR/log/$daemon.log" 2>&1 9<&- &
     DAEMONS[$!]=$daemon
 }
-DAEMONS=() # by pid
+DAEMONS=() # names by process id
 
-# become HOST DAEMON...: in new namespaces, takes what is the host's own, then runs the daemon.
+# become HOST DAEMON...: in new namespaces, set up the host's name and files, then run the daemon.
 become() {
     hostname "$1"
     mount -n --bind "$DIR/hosts" /etc/hosts
     mount -n --bind "$DIR/shadow" /etc/shadow
-    # sshd needs /run/sshd, which not every machine has: the host gets a /run of its own.
+    # sshd needs /run/sshd, which not every machine has, so each host gets its own /run.
     cd "$DIR"
     mount -n -t tmpfs -o mode=755 tmpfs /run
     mkdir -p /run/sshd "$DIR"
@@ -197,27 +198,27 @@ become() {
     exec "${@:2}"
 }
 
-# All that a cluster runs is in its namespaces.
+# Everything that a cluster runs is in its namespaces.
 processes() { ip netns pids "$NAME-$1" 2>/dev/null || true; }
 is_up() { [[ -e "$DIR/$MARK" && -n "$(processes switch)" ]]; }
 
-# Ends what runs and removes what was made, at whatever stage of `up`.
+# Kill all processes and remove all files, at whatever stage `up` has stopped.
 clean_up() {
     local host pids deadline=$((SECONDS + 10))
-    # What this script has just started may not have entered its namespace yet.
+    # A daemon that was just started may not be in its namespace yet.
     mapfile -t pids < <(jobs -p)
     { ((${#pids[@]} == 0)) || kill -KILL "${pids[@]}" || true; } 2>/dev/null
     wait 2>/dev/null
     for host in switch node{1..9}; do
         [[ -e "/run/netns/$NAME-$host" ]] || continue
-        # More than once: a process may have started another one meanwhile.
+        # Repeat this, because a process may have started another one in the meantime.
         while mapfile -t pids < <(processes "$host") && ((${#pids[@]} && SECONDS < deadline)); do
             kill -KILL "${pids[@]}" 2>/dev/null || true
         done
         ip netns delete "$NAME-$host" || true
     done
     ip link delete "${NAME}0" 2>/dev/null || true
-    # `ip netns add` makes this folder and mounts it on itself: the last one out removes it.
+    # `ip netns add` creates this folder and mounts it on itself. Remove it with the last namespace.
     if [[ -d /run/netns && -z "$(ls /run/netns)" ]]; then
         umount -n /run/netns 2>/dev/null || true
         rmdir /run/netns || true
@@ -227,7 +228,7 @@ clean_up() {
 
 reachable() { timeout 1 bash -c ": </dev/tcp/$1/22" 2>/dev/null; }
 
-# Waits until every node is idle and reachable, for 30 seconds or until a daemon ends.
+# Wait up to 30 seconds until every node is idle and reachable. Fail at once if a daemon ends.
 wait_for_nodes() {
     local deadline=$((SECONDS + 30)) k=1 pid
     while ((k <= NODES)); do
@@ -253,14 +254,14 @@ fail() {
 undo() {
     trap '' INT TERM HUP
     clean_up
-    echo "The cluster did not come up, and everything that was made for it is removed." >&2
+    echo "The cluster did not start. All its processes and files are removed." >&2
 }
 
 up() {
     ! is_up || refuse "A cluster is up already. To end it: bash 03-multi-node/local_cluster.sh down"
-    [[ ! -e "$DIR/$MARK" ]] || clean_up # what a crash has left
+    [[ ! -e "$DIR/$MARK" ]] || clean_up # remains of a crash
     check_free
-    # Once daemons start there is no more "$( )": bash can fail to read a trap's command within one.
+    # Use no "$( )" after the daemons have started, because it can break bash's traps.
     local k sshd
     sshd=$(command -v sshd)
     trap '(($? == 0)) || undo' EXIT
@@ -291,7 +292,7 @@ status() {
     is_up || { echo "No cluster is up." && exit 1; }
     export SLURM_CONF=$DIR/slurm.conf
     local line name address state
-    # Not sinfo, which can take a node that is lost for one that still works on its job.
+    # sinfo can show a lost node as allocated, so this reads the output of scontrol.
     scontrol --oneliner show nodes | while read -r line; do
         [[ "$line" =~ NodeName=([^ ]+)\ .*NodeAddr=([^ ]+)\ .*\ State=([^ ]+) ]]
         name=${BASH_REMATCH[1]} address=${BASH_REMATCH[2]} state=${BASH_REMATCH[3],,}
@@ -313,7 +314,7 @@ NODES=${2:-2}
     refuse "Say what to do: local_cluster.sh up [NODES], status or down."
 [[ "$NODES" =~ ^[1-9]$ ]] || refuse "NODES must be a number from 1 to 9, not '$NODES'."
 check_machine
-# Whoever comes second waits.
+# Only one copy of this script runs at a time. A second one waits for the lock.
 exec 9<"$(dirname "$DIR")"
 flock 9
 "$VERB"

@@ -1,9 +1,9 @@
-"""Check nodes and network before a run: one process per device, started like train_llm.py.
+"""Check nodes and network before a run, with one process per device, started like train_llm.py.
 
 MASTER_ADDR=node1 MASTER_PORT=29501 srun --ntasks-per-node 2 python 03-multi-node/preflight.py
 
-The last line is one sentence. The exit status is 0 if the check passed, 1 if it found a fault, 2
-for bad input. preflight.md explains the checks, which are in checks/.
+The last line says whether the check passed, or lists the faults. The exit status is 0 if the check
+passed, 1 if it found a fault, and 2 for bad input. preflight.md explains the checks in checks/.
 """
 
 import argparse
@@ -18,7 +18,7 @@ from common.cli import InputError, at_least
 
 from checks.network import check_network
 from checks.nodes import check_clocks, check_folder, check_nodes
-from checks.rendezvous import Rendezvous, use_launcher_variables
+from checks.rendezvous import Rendezvous
 
 
 def get_args() -> argparse.Namespace:
@@ -30,24 +30,23 @@ def get_args() -> argparse.Namespace:
     add = parser.add_argument_group("data").add_argument
     add("-d", "--dataset-name", default="python-stdlib", help="preset, file, folder or hub id")
     add("--dataset-subset", help="configuration of a hub data set")
-    add("--text-column", help="column to train on (if absent: text)")
+    add("--text-column", help="column to train on (default: text)")
     add("--data-timeout", default=600, type=at_least(1), help="seconds to read code and data")
     add("--tokenize", action="store_true", help="compare tokens; fills the cache of each node")
-    add("-s", "--seq-length", type=at_least(2), help="tokens (if absent: positions, <= 1024)")
-    add("--num-workers", default=0, type=at_least(0), help="processes that tokenize")
+    add("-s", "--seq-length", type=at_least(2), help="tokens (default: the model's limit, <= 1024)")
+    add("--num-workers", default=0, type=at_least(0), help="number of processes that tokenize")
     add("-m", "--model-name", default="gpt2-tiny", help="preset, folder or hub id")
-    add("--tokenizer-name", help="folder or hub id (if absent: the model's)")
+    add("--tokenizer-name", help="folder or hub id (default: the model's)")
     add = parser.add_argument_group("network").add_argument
     add("--max-bytes", default=2**28, type=at_least(1024), help="size of the largest all-reduce")
     add("--min-bandwidth", type=cli.above_zero, help="bus bandwidth that a link needs, in GB/s")
-    add("--slow-factor", default=2.0, type=at_least(1.0), help="times slower that is a fault")
+    add("--slow-factor", default=2.0, type=at_least(1.0), help="how many times slower is a fault")
     return parser.parse_args()
 
 
 def main() -> None:
-    use_launcher_variables()
-    args = get_args()
     distributed.prepare_environment()
+    args = get_args()
     device = torch.device("cpu")
     if torch.cuda.is_available():
         device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
@@ -66,11 +65,11 @@ def main() -> None:
         if rdzv.world_size > 1:
             more, figures = check_network(rdzv, device, args)
             faults += more
-    except RuntimeError as error:  # torch's errors: a rank is gone or cannot be reached
+    except RuntimeError as error:  # torch raises it if a rank is gone or cannot be reached
         rdzv.fail(str(error).splitlines()[0])
     if rdzv.rank == 0 and args.output:
-        found = {"nodes": rdzv.nodes, "facts": facts, "clocks": clocks, "all_reduce": figures}
-        args.output.write_text(json.dumps({**found, "faults": faults}, indent=1) + "\n")
+        results = {"nodes": rdzv.nodes, "facts": facts, "clocks": clocks, "all_reduce": figures}
+        args.output.write_text(json.dumps({**results, "faults": faults}, indent=1) + "\n")
     rdzv.say(summary(faults, rdzv.nodes, figures))
     rdzv.exit(1 if faults else 0)
 
@@ -88,7 +87,7 @@ def check_output(rdzv: Rendezvous, output: Path | None) -> None:
 
 
 def summary(faults: list[str], nodes: dict[str, list[int]], figures: dict) -> str:
-    """Return the sentence that ends the check."""
+    """Return the last line of the check."""
     if faults:
         return f"Failed, {len(faults)} fault{'s' * (len(faults) > 1)}: {'; '.join(faults)}."
     ranks = sum(map(len, nodes.values()))

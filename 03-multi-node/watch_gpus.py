@@ -103,8 +103,9 @@ def read_nvidia_smi() -> list:
 
 
 def read_cpu() -> dict:
-    """Return the number of cores, the load, the memory in GiB, the number of Python processes, and
-    how many % of the cores these use.
+    """Return the number of cores, the load, the memory in GiB, and the number of Python processes.
+
+    "busy" is the share of all cores, in %, that these processes use.
     """
     import glob
     import os
@@ -164,14 +165,14 @@ def read_node() -> dict:
 
 SENT = "\n".join(map(inspect.getsource, (read_nvml, read_nvidia_smi, read_cpu, read_node)))
 SENT += "\nimport json\nprint(json.dumps(read_node()))"
-LOCK = threading.Lock()  # no reading may change while the table is made
+LOCK = threading.Lock()  # readings must not change while a table is made
 
 
 class Node:
-    """A machine that is asked again and again, in a thread of its own, so that no other waits.
+    """A machine with its own thread, which takes a reading again and again.
 
-    reading: what read_node returned last, or None. error: why there is no reading, "" before the
-    first. highest: the highest effort so far. since: when GPUs began to spin, or None.
+    reading: the last result of read_node, or None. error: why there is no reading, or "". highest:
+    the highest effort so far. since: when GPUs became busy near idle power, or None.
     """
 
     def __init__(self, host: str | None, args: argparse.Namespace) -> None:
@@ -239,12 +240,12 @@ class Node:
         ]
 
     def effort(self) -> float:
-        """Return the power of all GPUs in W or, without GPUs, the use of the cores in %."""
+        """Return the power of all GPUs in W or, without GPUs, the use of all cores in %."""
         cpu = (self.reading or {}).get("cpu", {"busy": 0.0})
         return sum(gpu["power"] or 0.0 for gpu in self.gpus()) or cpu["busy"]
 
     def has_fallen(self) -> bool:
-        """Return whether the node has worked, has processes, and has less than half its effort."""
+        """Return whether the node has worked and has processes, but its effort fell by half."""
         idle = sum(NEAR_IDLE * (gpu["limit"] or 0.0) for gpu in self.gpus()) or WORKING
         devices = self.gpus() or [self.reading["cpu"]]
         running = any(device["processes"] != 0 for device in devices)
@@ -252,7 +253,7 @@ class Node:
 
 
 def table(nodes: list[Node], every_gpu: bool) -> str:
-    """Return the table of all nodes, and below it a line for each thing that looks wrong."""
+    """Return the table of all nodes, and below it a line for each suspicion."""
     with LOCK:
         return "\n".join([*rows(nodes, every_gpu), *suspicions(nodes)])
 
@@ -275,7 +276,7 @@ def rows(nodes: list[Node], every_gpu: bool) -> list[str]:
             names = " and ".join(sorted({gpu["name"] for gpu in node.gpus()}))
             mark = f"{len(spinning)} busy near idle power" if spinning else ""
             found.append((node.name, f"{len(node.gpus())} x {names}", *cells(node.gpus()), mark))
-    # The text of a row with two cells may run across the columns.
+    # The second cell of a row with two cells may be wider than its column.
     full = [row for row in found if len(row) > 2]
     widths = [max(map(len, column)) for column in zip(*full, strict=True)]
     widths[0] = max(len(row[0]) for row in found)
@@ -283,7 +284,7 @@ def rows(nodes: list[Node], every_gpu: bool) -> list[str]:
 
 
 def cells(devices: list[dict], load: str = "") -> list[str]:
-    """Return the cells of a row: of several devices the mean, and in brackets an extreme."""
+    """Return the cells of a row: for several devices the mean, and in brackets min or max."""
 
     def show(key: str, digits: int = 0, extreme=None) -> str:
         values = [device[key] for device in devices if device[key] is not None]
@@ -304,14 +305,14 @@ def cells(devices: list[dict], load: str = "") -> list[str]:
 
 
 def suspicions(nodes: list[Node]) -> list[str]:
-    """Return a line if GPUs spin, and a line if the effort has fallen on all nodes."""
+    """Return a line if GPUs are busy near idle power, and one if the effort fell on all nodes."""
     lines = []
     if spinning := [node for node in nodes if node.spinning()]:
         seconds = time.monotonic() - min(node.since for node in spinning)
         where = ", ".join(
             f"{len(node.spinning())} of {len(node.gpus())} on {node.name}" for node in spinning
         )
-        # GPUs that wait in a collective wait for a GPU that does something else.
+        # The GPUs in a collective may be waiting for a GPU that does something else.
         others = []
         for node in nodes:
             spins = node.spinning()
@@ -321,7 +322,7 @@ def suspicions(nodes: list[Node]) -> list[str]:
                     others.append(f"GPU {number} of {node.name}")
         lines.append(
             f"Busy near idle power for {seconds:.0f} s: {where}. A collective that waits for a "
-            "rank looks like this" + (f"; not in it: {', '.join(others)}." if others else ".")
+            "rank looks like this" + (f"; not waiting: {', '.join(others)}." if others else ".")
         )
     answering = [node for node in nodes if node.reading]
     if answering and all(node.has_fallen() for node in answering):
@@ -333,7 +334,7 @@ def suspicions(nodes: list[Node]) -> list[str]:
 
 
 def expand(words: list[str]) -> list[str]:
-    """Return the hosts that words like node1, user@node1, node[1-3,7] or node1,node2 name.
+    """Return the hosts in words such as node1, user@node1, node[1-3,7] or node1,node2.
 
     Raises InputError for a word that is not a host.
     """
@@ -355,20 +356,20 @@ def expand(words: list[str]) -> list[str]:
 def get_args() -> argparse.Namespace:
     parser = cli.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("hosts", nargs="*", help="names as for ssh, or node[1-4] (if absent: this machine)")
+    add("hosts", nargs="*", help="names as for ssh, or node[1-4] (default: this machine)")
     add("-F", "--ssh-config", type=Path, help="configuration file for ssh")
     add("--interval", default=2.0, type=cli.at_least(0.2), help="seconds between two readings")
     add("--timeout", default=5.0, type=cli.at_least(1.0), help="seconds to wait for a node")
     add("--once", action="store_true", help="print one table; status 1 if a node did not answer")
     add("--gpus", action="store_true", help="print a line for each GPU, not for each node")
-    add("--python", default="python3", help="Python on the nodes, if possible with nvidia-ml-py")
+    add("--python", default="python3", help="Python on the nodes, preferably with nvidia-ml-py")
     return parser.parse_args()
 
 
 def main() -> None:
     args = get_args()
     if args.ssh_config and not args.ssh_config.is_file():
-        raise InputError(f"-F {args.ssh_config} does not exist: give a configuration file for ssh.")
+        raise InputError(f"-F {args.ssh_config} is not a file: give a configuration file for ssh.")
     nodes = [Node(host, args) for host in expand(args.hosts) or [None]]
     work = (lambda node: node.ask()) if args.once else (lambda node: node.watch(args.interval))
     threads = [threading.Thread(target=work, args=(node,), daemon=True) for node in nodes]
@@ -385,7 +386,7 @@ def main() -> None:
             print(f"{top}{time.strftime('%H:%M:%S')}\n{table(nodes, args.gpus)}\n", flush=True)
             time.sleep(args.interval)
     except KeyboardInterrupt:
-        pass  # the usual end
+        pass  # Ctrl-C is the normal way to stop this script
     finally:
         for node in nodes:
             if node.process and node.process.poll() is None:

@@ -10,14 +10,12 @@ from contextlib import suppress
 from pathlib import Path
 
 import torch
-import torch.distributed.checkpoint as dcp
 from safetensors import SafetensorError
 from transformers import GenerationConfig
 from transformers.utils.logging import disable_progress_bar
 
 from common import cli, distributed, models
 from common.checkpoint import trained
-from common.checkpoint.files import Reader
 from common.cli import at_least
 from common.models import check_new_folder, complete_folder, let_others_read
 from common.storage import as_path
@@ -39,7 +37,7 @@ def get_args() -> argparse.Namespace:
     add("--step", type=at_least(1), help="step of the checkpoint (default: the last one)")
     dtypes = ["float32", "bfloat16"]
     add("--param-dtype", choices=dtypes, help="of the weights (default: the run's)")
-    add("--max-shard-size", default="5GB", type=file_size, help="limit for one file of weights")
+    add("--max-shard-size", default="5GB", type=file_size, help="limit per weight file")
     return parser.parse_args()
 
 
@@ -66,13 +64,9 @@ def main() -> None:
         model.generation_config = generation_config
 
     # --- weights ---
-    trained.check_files(saved)
     dtype = args.param_dtype or saved.settings["param_dtype"]
-    weights = trained.empty_weights(model, getattr(torch, dtype))
-    with trained.reading(saved.path):
-        # Assembles the shards of all ranks. The optimizer state is not read.
-        dcp.load({"model": weights}, storage_reader=Reader(saved.path), no_dist=True)
-    model.load_state_dict(weights, strict=False, assign=True)  # without copies
+    weights = trained.load_weights(saved, model, getattr(torch, dtype))
+    model.load_state_dict(weights, strict=False, assign=True)  # assign: without a copy
     model.tie_weights()
     assert not any(tensor.is_meta for tensor in model.state_dict().values())
 

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Chapter 4 with torchrun: on one machine, or the same line on every node. All arguments go to the
-# script. The variables are those of 03-multi-node/launch_torchrun.sh, which does the work.
+# Chapter 4 with torchrun, on one machine or with the same command on every node. This file calls
+# 03-multi-node/launch_torchrun.sh, which explains the variables. All arguments are passed to
+# train_llm.py.
 #
 #   bash 04-fsdp/launch.sh
 #   NPROC_PER_NODE=4 bash 04-fsdp/launch.sh --activation-checkpointing selective

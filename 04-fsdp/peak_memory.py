@@ -85,7 +85,7 @@ def predict(config: PretrainedConfig, options: Options, cache: dict | None = Non
     reduces_each = accumulates and sharded and options.reduce_every_backward
     unreduced = accumulates and not reduces_each  # full-size gradients, until the last backward
     stored = 2 if options.param_dtype == "bfloat16" else 4  # bytes per number
-    computed = 2 if options.precision == "bf16" else stored  # in the forward and backward pass
+    computed = 2 if options.precision == "bf16" else stored  # in the forward and backward passes
     reduced = 4 if options.precision == "bf16" else stored  # in the reduction of gradients
     if sharded:
         lifetime = "tensor" if unreduced and computed == reduced else "layer"
@@ -111,7 +111,7 @@ def predict(config: PretrainedConfig, options: Options, cache: dict | None = Non
     on_gpu = dict.fromkeys(states, 0) if options.cpu_offload else states
     gathered = [ranks * shard * computed for shard in shards]
     sent = [ranks * shard * reduced for shard in shards]
-    # The optimizer step runs when the activations are gone. Its first call creates the moments.
+    # During the optimizer step there are no activations. The first step creates the moments.
     phases = {("update", 0): {**on_gpu, "gathered": 0, "activations": 0}}
     for phase, layer, size in activations:
         parts = {**on_gpu, "gathered": 0, "activations": size}
@@ -124,7 +124,7 @@ def predict(config: PretrainedConfig, options: Options, cache: dict | None = Non
         elif lifetime == "step":
             parts["gradients"] = 0  # counted with the activations
         phases[phase, layer] = parts
-    if sharded:  # the last reduce-scatter: the root's gradients and the buffer they are sent from
+    if sharded:  # the last reduce-scatter: the root's gradients and their communication buffer
         last = (sent if unreduced else gathered)[-1] + sent[-1]
         parts = {**on_gpu, "gathered": last, "activations": 0}
         parts["gradients"] = min(on_gpu["gradients"], stored * sum(shards[:-1]))
@@ -150,15 +150,15 @@ def ranks_per_shard_group(options: Options) -> int:
 
 
 def shard_numel(group: list[torch.Size], ranks: int) -> int:
-    """Return the numbers in rank 0's shards of a group: ceil(d / ranks) rows of each parameter."""
+    """Return the size of rank 0's shards of a group: ceil(d / ranks) rows of each parameter."""
     return sum(math.ceil(shape[0] / ranks) * math.prod(shape[1:]) for shape in group)
 
 
 def zero1_numel(shapes: list[torch.Size], ranks: int) -> int:
-    """Return the number of parameters whose moments are on the rank that has the most.
+    """Return the size of the parameters whose moments are on the rank that holds the most.
 
-    ZeroRedundancyOptimizer goes from the largest parameter to the smallest, and assigns each to the
-    rank that has the least so far.
+    ZeroRedundancyOptimizer assigns the parameters in order of decreasing size, each to the rank
+    that holds the least so far.
     """
     sizes = [0] * ranks
     for numel in sorted((math.prod(shape) for shape in shapes), reverse=True):
@@ -172,9 +172,9 @@ def gathered_bytes(
     """Return the bytes of gathered parameters and of communication buffers in a phase.
 
     gathered, sent: for each group, the bytes of its gathered parameters and of the gradients that
-    it sends. A group arrives in one flat buffer and is copied out of it. The forward pass holds
-    that buffer until the next group has arrived. The backward pass holds the gradients that are
-    sent until the next group sends its own.
+    its reduce-scatter sends. An all-gather writes a group to one flat buffer, from which it is
+    copied. The forward pass keeps this buffer until the next group is gathered. The backward pass
+    keeps the gradients that a group sends until the next group sends its own.
     """
     *layers, root = gathered  # the root group stays gathered from the start to the end of a step
     current = layers[max(0, layer) if options.reshard_after_forward else 0 : layer + 1]
@@ -299,9 +299,9 @@ class LiveBytes(TorchDispatchMode):
 
 
 class GpuKernels(TorchFunctionMode):
-    """Calls the attention kernels of a GPU. On the meta device, PyTorch itself calls none of them.
+    """Calls the attention kernels of a GPU, which PyTorch does not call on the meta device.
 
-    In bfloat16 that is flash attention (cuDNN's kernel saves the same tensors), in float32 the
+    For bfloat16 that is flash attention (cuDNN's kernel saves the same tensors), for float32 the
     memory-efficient kernel. Up to torch 2.13, the latter needs as many key heads as query heads.
     Without a kernel, seq_length^2 scores per head would stay in memory
     (https://github.com/pytorch/pytorch/pull/191085).

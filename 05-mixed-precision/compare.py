@@ -10,9 +10,9 @@ machine. Three parts can be measured:
 loss     --global-batch-size sequences per step, however many devices there are. All rows see the
          same tokens, so losses can be compared step by step. Never compiled.
 speed    --batch-size sequences per device and step: twice the devices train on twice the tokens.
-largest  like speed, with the largest batch per device that fits on the GPU, found by trying.
+largest  like speed, with the largest batch per device that fits on the GPU, found by search.
 
-The first third of the time is warm-up and is not counted. If a row fails, the result says why.
+The first third of the steps is warm-up and is not counted. If a row fails, the result says why.
 
 comparison/training.py has the training itself, comparison/ranks.py the processes that run it, and
 comparison/results.py the result file, the table and the figures.
@@ -45,7 +45,7 @@ def get_args() -> argparse.Namespace:
     add("--parts", **parts, help="what to measure")
     add("--seeds", nargs="+", type=at_least(0), default=[0, 1, 2], help="one round per seed")
     add("--devices", type=at_least(1), help="number of ranks (default: all GPUs; on a CPU 2)")
-    add("--seconds", type=at_least(0.0), help="no training starts after so many seconds")
+    add("--seconds", type=at_least(0.0), help="start no training after this many seconds")
     add("--timeout", type=at_least(1), default=300, help="limit in seconds for one training")
     add("--output", type=Path, default="outputs/comparison.json", help="JSON file to write")
     add("--append", action="store_true", help="add to the results in --output")
@@ -108,7 +108,7 @@ def main() -> None:
                     row["runs"] = [*others, found]
                 results.write(args.output, content)
     except KeyboardInterrupt:
-        print("Interrupted. These are the results until then.")
+        print("Interrupted. The table shows the results so far.")
     finally:
         ranks.stop()
     content["results"]["seconds"] = round(time.monotonic() - start)

@@ -13,7 +13,7 @@ import os
 from pathlib import Path
 
 # Hides all GPUs: the counters do not see what NCCL sends, and on a machine with GPUs PowerSGD
-# expects the gradients there. This comes first, because some imports look for GPUs.
+# expects the gradients on a GPU. This comes first, because some imports look for GPUs.
 os.environ["CUDA_VISIBLE_DEVICES"] = ""
 
 import torch
@@ -27,16 +27,16 @@ from common import cli, distributed, models
 STEPS = 40
 UNCOMPRESSED = 10  # steps before PowerSGD starts to compress: early gradients change the most
 SEQUENCES, LENGTH = 4, 128  # per rank and step
-COUNTERS = Path("/proc/self/io")  # Linux: what this process has read and written, sockets included
+COUNTERS = Path("/proc/self/io")  # Linux: bytes read and written, sockets included
 
 
 def bfloat16(state: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-    # DDP refuses a hook of the name bf16_compress_hook without NCCL, although gloo can run it.
+    # Without NCCL, DDP refuses the hook named bf16_compress_hook, although gloo can run it.
     return default_hooks.bf16_compress_hook(state, bucket)
 
 
 def hooks() -> dict[str, tuple]:
-    """Return by name the arguments of register_comm_hook. A state can serve only one model."""
+    """Return the arguments of register_comm_hook by name. Each model needs its own state."""
     found = {
         "none": (None, default_hooks.allreduce_hook),
         "float16": (None, default_hooks.fp16_compress_hook),
@@ -68,7 +68,7 @@ def bytes_sent() -> int:
 
 
 def train(state: object, hook: object, text: torch.Tensor, steps: int) -> dict[str, float]:
-    """Train with a hook; return bytes and error of the last step, and the mean of ten losses."""
+    """Train; return bytes and error of the last step, and the mean loss of the last ten steps."""
     torch.manual_seed(0)  # the same weights for all hooks and on all ranks
     model = AutoModelForCausalLM.from_config(models.load_config("gpt2-tiny"))
     # A single bucket: with gloo, PowerSGD's collectives for two buckets could run in a different

@@ -28,7 +28,7 @@ class Format:
     exponent: int  # bits
     mantissa: int  # bits, without the leading 1, which is not stored
     largest: float
-    normal: float  # the smallest number with full precision
+    normal: float  # the smallest normal number, with full precision
 
     @property
     def spacing(self) -> float:  # the distance from 1 to the next number
@@ -51,8 +51,8 @@ def formats() -> list[Format]:
         mantissa = round(-math.log2(info.eps))
         exponent = info.bits - 1 - mantissa  # one bit is the sign
         found.append(Format(name, exponent, mantissa, info.max, info.smallest_normal))
-    # TF32 is no dtype of PyTorch, but the precision in which tensor cores read float32 numbers. It
-    # has the exponent of float32 and the mantissa of float16.
+    # TF32 is not a dtype, but the precision to which tensor cores round float32 inputs. It has the
+    # exponent of float32 and the mantissa of float16.
     # https://developer.nvidia.com/blog/accelerating-ai-training-with-tf32-tensor-cores/
     wide, half = found[:2]
     largest = (2 - half.spacing) * 2.0 ** (2 ** (wide.exponent - 1) - 1)

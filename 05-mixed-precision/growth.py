@@ -1,9 +1,9 @@
-"""Predict on paper how data parallelism scales to many GPUs, and which batch they need.
+"""Predict how data parallelism scales to many GPUs, and which batch size they need.
 
 python 05-mixed-precision/growth.py
 
-growth.json beside this script has what was measured: the step of one GPU, and the bandwidth of an
-all-reduce within a node. All else is computed from bytes, links and hops:
+growth.json beside this script has the measurements: the step time of one GPU, and the bandwidth of
+an all-reduce within a node. Everything else is computed from bytes, bandwidths and latencies:
 
     all-gather or reduce-scatter of S bytes on n GPUs   (n - 1) / n S / bandwidth + latency
     all-reduce                                          twice that
@@ -13,8 +13,8 @@ all-reduce within a node. All else is computed from bytes, links and hops:
 
 Sources: https://github.com/NVIDIA/nccl-tests/blob/master/doc/PERFORMANCE.md, and for the latencies,
 which were not measured here, https://github.com/NVIDIA/nccl/blob/v2.12.7-1/src/graph/tuning.cc.
-Two assumptions: network ports reach the same share of their rate as NVLink, and the time of a pass
-is proportional to its tokens.
+Two assumptions: network ports reach the same share of their peak bandwidth as NVLink, and the time
+of a pass is proportional to its tokens.
 """
 
 import json
@@ -39,7 +39,7 @@ GPUS = (1, 2, 4, 8, 64, 1024)
 
 @dataclass(frozen=True)
 class Cluster:
-    bus: float  # bytes/s that each GPU sends in a collective within a node
+    bus: float  # bytes/s per GPU in a collective within a node
     port: float = 50e9  # bytes/s from each GPU to other nodes: 400 Gbit/s
     node: int = 8  # GPUs per node
 
@@ -53,7 +53,7 @@ class Work:
     layers: int
     layer: int  # parameters of one transformer layer
     root: int  # parameters outside of the layers
-    embedding: int  # of these, in the input embedding: their gradients come last
+    embedding: int  # of root: the input embedding, whose gradients come last
     flops: float  # per token
     forward: float
     backward: float
@@ -112,13 +112,13 @@ def exposed(work: Work, n: int, cluster: Cluster) -> float:
 
 
 def step(work: Work, n: int, cluster: Cluster, wait: float = 0.0) -> float:
-    """Return the seconds of a step; wait: seconds for the slowest GPU, if there are several."""
+    """Return the seconds of a step; wait: seconds that the GPUs wait for the slowest one."""
     update = work.update / (n if work.strategy == "fsdp" else 1)
     return work.forward + work.backward + update + exposed(work, n, cluster) + wait * (n > 1)
 
 
 def efficiency(work: Work, n: int, cluster: Cluster, tokens: float | None = None) -> float:
-    """Return the share of a step that is forward and backward pass; tokens: others than work's."""
+    """Return the share of forward and backward in a step; tokens: per GPU, if not work.tokens."""
     part = tokens / work.tokens if tokens else 1
     work = replace(work, forward=part * work.forward, backward=part * work.backward)
     return (work.forward + work.backward) / step(work, n, cluster)
@@ -130,7 +130,7 @@ def smallest_batch(work: Work, n: int, cluster: Cluster, wanted: float) -> int:
 
 
 def most_gpus(work: Work, batch: int, length: int, cluster: Cluster, wanted: float) -> int:
-    """Return the largest power of two of GPUs that reach the wanted efficiency with this batch.
+    """Return the most GPUs, as a power of two, that reach the wanted efficiency with this batch.
 
     batch: tokens per step on all GPUs together. Each GPU has at least one sequence of `length`.
     """

@@ -2,7 +2,7 @@
 
 python 05-mixed-precision/log_changed.py 05-mixed-precision/train_llm.py --param-dtype bfloat16
 
-It runs a script with its arguments, and adds `share_changed` to each log line.
+It runs the given script with its arguments, and adds `share_changed` to its metrics.
 """
 
 import sys
@@ -16,9 +16,11 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from common import cli, distributed
+from common import distributed
 from common.cli import InputError
 from common.tracker import Tracker
+
+from given_script import run_given_script
 
 weights_before: list[torch.Tensor] = []
 share_changed = 0.0
@@ -37,7 +39,7 @@ def copy_weights(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
 
 @torch.no_grad()
 def count_changed(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
-    """Set share_changed: the number of weights that the step changed, divided by all weights."""
+    """Set share_changed to the share of all weights that the step changed."""
     global share_changed
     counts = torch.zeros(2, dtype=torch.float64)
     for before, after in zip(weights_before, local_weights(optimizer), strict=True):
@@ -65,8 +67,8 @@ def log_changed() -> None:
 
 def main() -> None:
     if len(sys.argv) < 2:
-        raise InputError("Give a script and its arguments, for example chapter 5's train_llm.py.")
-    cli.run_given_script(log_changed)
+        raise InputError("No script to run: give one, such as 05-mixed-precision/train_llm.py.")
+    run_given_script(log_changed)
 
 
 if __name__ == "__main__":

@@ -17,7 +17,9 @@ import torch
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
-from common import cli, distributed, models
+from common import distributed, models
+
+from given_script import run_given_script
 
 # GradScaler's defaults: it starts at 2^16, and doubles the scale after 2000 good steps in a row.
 TOO_HIGH = {"init_scale": 2.0**30, "growth_interval": 4}
@@ -96,7 +98,7 @@ def begin_too_high() -> None:
 
 def main() -> None:
     if len(sys.argv) > 1:
-        cli.run_given_script(begin_too_high)
+        run_given_script(begin_too_high)
         return
     print("step    loss      scale   largest gradient   the step is")
     for step, row in enumerate(by_hand(24, **TOO_HIGH)[0], start=1):

@@ -60,7 +60,7 @@ def error(total: torch.Tensor, grads: torch.Tensor) -> float:
 
 
 def measure_ranks() -> dict[str, dict]:
-    """Return for each collective and dtype the error, and whether the result is ring_sum's."""
+    """Return for each collective and dtype the error, and whether the result equals ring_sum."""
     rank, world_size = dist.get_rank(), dist.get_world_size()
     found = {}
     # The collective of FSDP, which was renamed in torch 2.13. dist.reduce_scatter adds differently.

@@ -16,8 +16,10 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
-from common import cli, distributed
+from common import distributed
 from common.cli import InputError
+
+from given_script import run_given_script
 
 LR = 3e-5
 
@@ -34,7 +36,7 @@ def stochastic_round(x: torch.Tensor) -> torch.Tensor:
 
 
 class AdamW(torch.optim.AdamW):
-    """PyTorch's AdamW step in float32, but the weights are then rounded stochastically."""
+    """Computes PyTorch's AdamW step in float32, then rounds bfloat16 weights stochastically."""
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -88,15 +90,15 @@ def round_at_random() -> None:
         raise InputError("Stochastic rounding needs bfloat16 weights: give --param-dtype bfloat16.")
     if "--hsdp" in sys.argv or ("RANK" in os.environ and Path(sys.argv[1]).parent.name < "04"):
         raise InputError(
-            "Each rank would round its copy of a weight differently: use chapter 4 or 5 without "
-            "--hsdp."
+            "With replicated weights, each rank would round its copy differently: use chapter 4 or "
+            "5 without --hsdp."
         )
     torch.optim.AdamW = AdamW
 
 
 def main() -> None:
     if len(sys.argv) > 1:
-        cli.run_given_script(round_at_random)
+        run_given_script(round_at_random)
         return
     torch.manual_seed(0)
     kinds = {

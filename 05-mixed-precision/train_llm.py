@@ -36,9 +36,9 @@ from common.checkpoint.asynchronous import AsyncCheckpoints
 from common.cli import at_least
 from common.data import ResumableSampler, describe_batch, load_sequences, split_batch
 from common.models import sample_text
-from common.precision import COMPUTE_DTYPES, check_precision, convert_to_fp8
 from common.timers import PhaseTimers, find_straggler, flops_per_token
 from common.tracker import Tracker, make_run_dir
+from precision import COMPUTE_DTYPES, check_precision, convert_to_fp8
 
 logger = logging.getLogger("train_llm")
 

@@ -1,16 +1,13 @@
 """The command line: arguments, one-line errors, log lines and progress bars."""
 
 import argparse
-import datetime
 import importlib.metadata
 import logging
 import math
 import os
 import platform
 import re
-import runpy
 import shlex
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -116,26 +113,6 @@ def check_output(file: Path | None) -> None:
         raise InputError(f"{file} cannot be written: give a file in another folder.")
 
 
-_outer_scripts: list[str] = []  # that run another script
-
-
-def run_given_script(prepare: Callable[[], None]) -> None:
-    """Call `prepare`, then run the script that is named by the first command-line argument.
-
-    The script gets the remaining arguments. Raises InputError if there is no such script.
-    """
-    if not Path(sys.argv[1]).is_file():
-        raise InputError(f"There is no script {sys.argv[1]}: give the path of one, or no argument.")
-    prepare()
-    # The script prints how to resume the run: these words, followed by its other arguments.
-    if _outer_scripts or "LAUNCH_COMMAND" not in os.environ:
-        _outer_scripts.append(sys.argv[0])
-        words = ["python", *_outer_scripts, *sys.argv[1:4]]
-        os.environ["LAUNCH_COMMAND"] = shlex.join(words)
-    del sys.argv[0]
-    runpy.run_path(sys.argv[0], run_name="__main__")
-
-
 class ProgressHandler(logging.Handler):
     """Writes log lines to stderr, above a tqdm progress bar instead of through it."""
 
@@ -162,45 +139,6 @@ def describe_run(args: argparse.Namespace, device: torch.device) -> str:
         f"arguments: {vars(args)}\nversions: {versions}\n"
         f"environment: {environment or 'no variable that affects training is set'}"
     )
-
-
-def describe_machine() -> dict[str, object]:
-    """Return hardware, versions, commit, date and command, which result files start with."""
-    launcher = ["python"]
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        launcher = ["torchrun", "--standalone", "--nproc-per-node", os.environ["LOCAL_WORLD_SIZE"]]
-    cpu_info = Path("/proc/cpuinfo")
-    cpus = re.findall(r"model name\s*: (.*)", cpu_info.read_text() if cpu_info.exists() else "")
-    facts = {
-        "command": shlex.join([*launcher, *sys.argv]),
-        "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
-        "commit": _first_line("git", "describe", "--always", "--dirty"),
-        "python": platform.python_version(),
-        "torch": torch.__version__,
-        "transformers": importlib.metadata.version("transformers"),
-        "cpu": cpus[0] if cpus else platform.processor() or platform.machine(),
-        "threads": torch.get_num_threads(),
-    }
-    if torch.cuda.is_available():
-        facts |= {
-            "gpu": torch.cuda.get_device_name(0),
-            "gpus": torch.cuda.device_count(),
-            "cuda": torch.version.cuda,
-            "nccl": ".".join(map(str, torch.cuda.nccl.version())),
-            "driver": _first_line(
-                "nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"
-            ),
-        }
-    return facts
-
-
-def _first_line(*command: str) -> str | None:
-    """Return the first line that a command prints, or None if it fails."""
-    try:
-        output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    except (OSError, subprocess.CalledProcessError):
-        return None
-    return output.splitlines()[0].strip() if output.strip() else None
 
 
 def show_metrics(logger: logging.Logger, bar: tqdm.tqdm, metrics: dict[str, float | None]) -> None:

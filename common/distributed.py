@@ -6,7 +6,6 @@
 import argparse
 import atexit
 import ctypes
-import errno
 import os
 import re
 import shlex
@@ -26,7 +25,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 from common.cli import ArgumentParser, InputError, wait_for_rank_0
-from common.storage import as_path, local_run_dir, local_save_dir
+from common.storage import DISK_ERRORS, as_path, local_run_dir, local_save_dir
 
 # --- the start and the end of a process ---
 
@@ -41,7 +40,6 @@ RANK_VARIABLES = (*TORCHRUN, "MASTER_ADDR", "MASTER_PORT")
 SINGLE_PROCESS = dict(zip(RANK_VARIABLES, ("0", "1", "0", "localhost", "0"), strict=True))
 REQUEUE_STATUS = 75  # EX_TEMPFAIL in sysexits.h: try again later
 PR_SET_PDEATHSIG = 1  # https://man7.org/linux/man-pages/man2/PR_SET_PDEATHSIG.2const.html
-DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 
 
 def prepare_environment() -> None:
@@ -224,7 +222,7 @@ def resume_command(experiment_name: str) -> str:
     how = shlex.join((launch_file or command) + arguments)
     if not launch_file and os.environ.get("WORLD_SIZE", local_size) != local_size:
         how = f"start it again in the same way, with -e {experiment_name}"
-    _resume_command = f"to go on with it after a stop: {how}"
+    _resume_command = f"to resume it after a stop: {how}"
     return _resume_command
 
 
@@ -275,23 +273,9 @@ def check_agreement(facts: dict[str, object], remedy: str) -> None:
 def mesh_of_nodes(device: torch.device) -> DeviceMesh:
     """Return HSDP's mesh, with the dimensions "replicate" (nodes) and "shard" (ranks of a node).
 
-    All ranks must call this. Raises InputError as nodes_and_ranks does.
-    """
-    names = ("replicate", "shard")
-    # PyTorch 2.11 gives the groups of a mesh only the backend of the GPU. With --cpu-offload they
-    # reduce tensors in host memory, too, so they get the backends of the default group.
-    backends = dict.fromkeys(names, dist.get_backend_config())
-    return init_device_mesh(
-        device.type, nodes_and_ranks(), mesh_dim_names=names, backend_override=backends
-    )
-
-
-def nodes_and_ranks() -> tuple[int, int]:
-    """Return (number of nodes, ranks per node); all ranks must call this.
-
-    As for torchrun, each launcher is a node, even if two of them run on one machine. Raises
-    InputError if there is one node only, if nodes have different numbers of ranks, or if the ranks
-    of a node are not consecutive.
+    All ranks must call this. As for torchrun, each launcher is a node, even if two of them run on
+    one machine. Raises InputError if there is one node only, if nodes have different numbers of
+    ranks, or if the ranks of a node are not consecutive.
     """
     rank, _ = rank_and_world_size()
     local_ranks = list(gather({rank: int(os.environ["LOCAL_RANK"])}).values())
@@ -309,7 +293,13 @@ def nodes_and_ranks() -> tuple[int, int]:
             f"--hsdp needs equally many ranks on all nodes, not {min(sizes)} here and {max(sizes)} "
             "there: start as many on each, or leave it out."
         )
-    return len(sizes), sizes[0]
+    names = ("replicate", "shard")
+    # PyTorch 2.11 gives the groups of a mesh only the backend of the GPU. With --cpu-offload they
+    # reduce tensors in host memory, too, so they get the backends of the default group.
+    backends = dict.fromkeys(names, dist.get_backend_config())
+    return init_device_mesh(
+        device.type, (len(sizes), sizes[0]), mesh_dim_names=names, backend_override=backends
+    )
 
 
 def check_memory(n_bytes: int, flag: str) -> None:

@@ -226,7 +226,7 @@ def load_shards(model: PreTrainedModel, name: str) -> None:
     try:
         dcp.load(tensors, storage_reader=reader)
     except CheckpointException as error:
-        cause = next(iter(error.failures.values()))[0]  # of the first rank that failed
+        cause = str(next(iter(error.failures.values()))[0]).rstrip(".")  # of the first rank
         raise InputError(f"The weights in {folder} cannot be read: {cause}.") from error
 
 
@@ -273,17 +273,10 @@ def _tensors_by_saved_name(model: PreTrainedModel, saved: dict, folder: Path) ->
     tensors = {}
     for name, parameter in model.named_parameters():
         names = (name, name.removeprefix(prefix), prefix + name)
-        saved_name = next((each for each in names if each in saved), None)
-        if saved_name is None:
-            raise InputError(f"The files in {folder} have no {name}.")
-        if len(saved[saved_name].chunks) > 1:
+        saved_name = next((each for each in names if each in saved), name)
+        if saved_name in saved and len(saved[saved_name].chunks) > 1:
             raise InputError(
                 f"Several files in {folder} have {saved_name}: keep the files of one model only."
-            )
-        if saved[saved_name].size != parameter.shape:
-            raise InputError(
-                f"{name} has shape {[*parameter.shape]} in the model, but "
-                f"{[*saved[saved_name].size]} in {folder}."
             )
         tensors[saved_name] = parameter.detach()
     return tensors

@@ -6,7 +6,6 @@ An address becomes a UPath. It has the methods of Path, so most code works for b
 import errno
 import functools
 import hashlib
-import io
 import logging
 import re
 import shutil
@@ -14,12 +13,13 @@ import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
 
+from filelock import FileLock
 from huggingface_hub import constants
 
 from common.cli import InputError
 
+DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 # Packages of object store clients. Their exceptions are not all OSErrors.
 STORE_CLIENTS = {"aiobotocore", "aiohttp", "azure", "botocore", "gcsfs", "google", "requests"}
 # Keys under which stores return something that changes with the content of an object.
@@ -71,7 +71,43 @@ def local_save_dir(save_dir: Path) -> Path:
 
 def local_run_dir(run_dir: Path) -> Path:
     """Return the local folder of a run, which is `run_dir` itself if that is not an address."""
-    return local_save_dir(run_dir.parent) / run_dir.name if is_remote(run_dir) else run_dir
+    return local_save_dir(run_dir.parent) / run_dir.name
+
+
+def cached_folder(kind: str, key: object, fill: Callable[[Path], None]) -> Path:
+    """Return a folder below HF_HOME/<kind> that `fill` has filled once for this key.
+
+    Processes that need the same folder at the same time wait for the first one. The folder exists
+    only if it is complete. Raises InputError if it cannot be written.
+    """
+    cache = Path(constants.HF_HOME) / kind
+    folder = cache / hashlib.sha256(repr(key).encode()).hexdigest()[:32]
+    unfinished = folder.with_suffix(".unfinished")
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        lock = FileLock(f"{folder}.lock").acquire()
+    except (OSError, NotImplementedError) as error:  # a cluster's file system may not have locks
+        raise _cannot_cache(cache, error) from error
+    with lock:
+        try:
+            if not folder.exists():
+                shutil.rmtree(unfinished, ignore_errors=True)
+                unfinished.mkdir()
+                fill(unfinished)
+                unfinished.replace(folder)
+        except OSError as error:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            if error.errno not in DISK_ERRORS:
+                raise  # an error of a store, from which `fill` reads
+            raise _cannot_cache(cache, error) from error
+    return folder
+
+
+def _cannot_cache(cache: Path, error: Exception) -> InputError:
+    reason = getattr(error, "strerror", None) or error
+    return InputError(
+        f"Cannot write to the cache {cache} ({reason}): set HF_HOME to another folder."
+    )
 
 
 def exists(path: Path) -> bool:
@@ -112,26 +148,15 @@ def stamp_of(info: dict) -> str | None:
     return next((str(info[key]) for key in STAMPS if info.get(key)), None)
 
 
-def put(path: Path, text: str) -> None:
-    """Write an object in one request: others see either its old content or all of the new one."""
-    path.fs.pipe_file(path.path, text.encode())
+def upload(run_dir: Path, name: str) -> None:
+    """If a run is in a store, copy a file of its local folder there, if there is such a file.
 
-
-def open_to_append(path: Path) -> IO[str]:
-    """Open a text file to which lines can be appended."""
-    return _RemoteText(path) if is_remote(path) else path.open("a", encoding="utf-8")
-
-
-class _RemoteText(io.StringIO):
-    """A text file in a store, which cannot append: each flush uploads the whole text again."""
-
-    def __init__(self, path: Path) -> None:
-        super().__init__()
-        self._path = path
-        self.write(read_text(path))
-
-    def flush(self) -> None:
-        explain_store_errors(put)(self._path, self.getvalue())
+    It is written in one request: others see either its old content or all of the new one.
+    """
+    local = local_run_dir(run_dir) / name
+    if is_remote(run_dir) and local.exists():
+        target = run_dir / name
+        target.fs.pipe_file(target.path, local.read_bytes())
 
 
 # --- errors ---
@@ -174,7 +199,7 @@ def check_writable(run_dir: Path) -> None:
     probe = run_dir / f".writable-{uuid.uuid4().hex}"
     try:
         with as_os_errors():
-            put(probe, "")
+            probe.fs.pipe_file(probe.path, b"")
             probe.unlink()
     except OSError as error:
         raise InputError(

@@ -10,6 +10,7 @@ import socket
 import time
 import uuid
 from pathlib import Path
+from typing import IO
 
 from filelock import FileLock, Timeout
 
@@ -103,9 +104,7 @@ class Tracker:
     ) -> None:
         self._file = self._wandb = None
         if rank == 0:
-            path = run_dir / "metrics.jsonl"
-            _keep_steps(path, step)
-            self._file = storage.open_to_append(path)
+            self._file = _open_metrics(run_dir, step)
         if (rank == 0 or node) and os.environ.get("WANDB_MODE") != "disabled":
             name = run_dir.name if rank == 0 else f"{run_dir.name}-{node}"
             self._wandb = _start_wandb(run_dir, config, name, run_dir.name if node else None)
@@ -149,19 +148,22 @@ class Tracker:
 
 
 @storage.explain_store_errors
-def _keep_steps(path: Path, last: int) -> None:
-    """Remove lines of later steps, and a line that a kill has cut off, in one atomic change."""
+def _open_metrics(run_dir: Path, last: int) -> IO[str]:
+    """Open metrics.jsonl to append to it, without later steps and a line that a kill has cut off.
+
+    For an address, this is a local copy. It is uploaded with each checkpoint, so that a store that
+    is slow or out of reach does not stop the training.
+    """
+    saved, local = run_dir / "metrics.jsonl", storage.local_run_dir(run_dir) / "metrics.jsonl"
     kept = ""
-    for line in path.read_text(encoding="utf-8").splitlines() if storage.exists(path) else ():
+    for line in saved.read_text(encoding="utf-8").splitlines() if storage.exists(saved) else ():
         with contextlib.suppress(ValueError):
             if json.loads(line)["step"] <= last:
                 kept += line + "\n"
-    if storage.is_remote(path):
-        storage.put(path, kept)
-        return
-    temporary = path.with_suffix(".tmp")
+    temporary = local.with_suffix(".tmp")
     temporary.write_text(kept, encoding="utf-8")
-    temporary.replace(path)
+    temporary.replace(local)
+    return local.open("a", encoding="utf-8")
 
 
 def _start_wandb(run_dir: Path, config: dict, name: str, group: str | None):

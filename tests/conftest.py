@@ -43,8 +43,6 @@ import warm
 from cluster import ENVIRONMENT, cluster  # noqa: F401
 from runner import load_script
 
-from common.checkpoint.manifest import finish_removal
-
 ROOT = Path(__file__).parents[1]
 CHAPTERS = sorted(path.parent.name for path in ROOT.glob("[0-9][0-9]-*/train_llm.py"))
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
@@ -290,7 +288,6 @@ def train(tmp_path, monkeypatch):
 
             monkeypatch.setattr(script, "evaluate", evaluate_little)
         script.main()
-        finish_removal()
         return read_metrics(tmp_path / name)
 
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}

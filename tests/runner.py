@@ -21,6 +21,7 @@ import traceback
 from collections.abc import Callable, Iterator
 from multiprocessing import forkserver
 from pathlib import Path
+from queue import Empty
 
 import datasets  # noqa: F401  what a run imports is imported once, by the server
 import torch
@@ -79,7 +80,15 @@ def ask_ranks(
     ]
     for process in ranks:
         process.start()
-    found = dict(queue.get(timeout=timeout) for _ in ranks)
+    found, deadline = {}, time.monotonic() + timeout
+    while len(found) < world_size:
+        ended = [rank for rank, process in enumerate(ranks) if process.exitcode is not None]
+        try:
+            found.update([queue.get(timeout=1)])
+        except Empty:
+            silent = [rank for rank in ended if rank not in found]
+            assert not silent, f"ranks {silent} have ended without an answer"
+            assert time.monotonic() < deadline, f"only ranks {sorted(found)} have answered"
     for process in ranks:
         process.join(30)
     return [found[rank] for rank in range(world_size)]
@@ -282,7 +291,6 @@ def _run_in_series(
         if within:
             stack.enter_context(within())
         load_abridged(chapter).main()
-    manifest.finish_removal()
     for number, handler in handlers.items():
         signal.signal(number, handler)
     logging.getLogger().handlers.clear()

@@ -18,9 +18,7 @@ from filelock import FileLock
 from runner import Ranks, finish, start
 from transformers import CONFIG_MAPPING
 
-from common import cli, distributed, tracker
-from common.checkpoint import manifest
-from common.data import token_cache
+from common import checkpoint, cli, distributed, storage, tracker
 
 SCRIPT = "01-single-gpu/train_llm.py"
 SMALL = ["-s", 32, "--global-batch-size", 6, "--max-steps", 4, "--ckpt-freq", 2, "--log-freq", 1]
@@ -200,12 +198,12 @@ def test_models_that_are_not_causal(refuse, tmp_path):
 
 @pytest.mark.check
 def test_a_cache_that_cannot_be_written(refuse, monkeypatch, corpus):
-    monkeypatch.setattr(token_cache.constants, "HF_HOME", "/proc/nothing")
+    monkeypatch.setattr(storage.constants, "HF_HOME", "/proc/nothing")
     assert "Cannot write to the cache /proc/nothing" in refuse("-d", corpus)
 
 
 @pytest.mark.check
-@pytest.mark.parametrize("module", [token_cache, tracker], ids=["the cache", "the run's folder"])
+@pytest.mark.parametrize("module", [storage, tracker], ids=["the cache", "the run's folder"])
 @pytest.mark.parametrize(
     "error",
     [OSError(errno.ENOLCK, "No locks available"), NotImplementedError("no flock here")],
@@ -220,11 +218,11 @@ def test_a_file_system_without_locks(refuse, monkeypatch, corpus, tmp_path, modu
     (tmp_path / "run").mkdir()
     sentence = refuse("-d", corpus, *SMALL)
     reason = error.strerror if isinstance(error, OSError) else error
-    cache = Path(token_cache.constants.HF_HOME) / "packed-blocks"
+    cache = Path(storage.constants.HF_HOME) / "packed-blocks"
     assert (
         sentence
         == {
-            token_cache: f"Cannot write to the cache {cache} ({reason}): "
+            storage: f"Cannot write to the cache {cache} ({reason}): "
             "set HF_HOME to another folder.",
             tracker: f"Cannot write to {tmp_path}/run ({reason}): give another --save-dir.",
         }[module]
@@ -536,7 +534,7 @@ def trust_the_folder() -> None:
 
 def trust_the_data() -> None:
     each_on_a_node_of_its_own()
-    manifest.find_checkpoint = lambda run_dir, training: None
+    checkpoint.find_checkpoint = lambda run_dir, training: None
 
 
 def run_on_two_nodes(folder: Path, plant: Callable[[], None], *args: object) -> tuple:

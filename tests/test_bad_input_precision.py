@@ -19,7 +19,7 @@ from test_bad_input_fsdp import say_it_soon
 from test_parity import plant
 
 sys.path.append(str(ROOT / "05-mixed-precision"))
-from common import precision
+import precision
 
 CHAPTER = "05-mixed-precision"
 GPU = "NVIDIA A100-SXM4-80GB"

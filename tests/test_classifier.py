@@ -102,7 +102,7 @@ real_pad = batches._pad
 MEAN = (LOSS, "losses.sum() / (batch['index'] >= 0).sum().clamp(min=1) / micro_batches")
 NO_PAD_TOKEN = ("model.config.pad_token_id = tokenizer.pad_token_id", "pass")
 LAST = ("eval_loss < best_loss", "True")
-EVALUATION = 'splits["validation"], *evaluation)'
+EVALUATION = 'splits["validation"], *eval_args)'
 NAN = (EVALUATION, f"{EVALUATION}\n            eval_loss *= 1 if epoch else math.nan")
 STUCK = (*NAN, "math.isnan(best_loss)", "best_epoch == 0")
 
@@ -253,11 +253,9 @@ def test_rate_goes_up_and_then_down_to_0(runs):
 
 
 def test_planted_another_example_or_class_on_a_rank(runs):
-    for name, what in (("text", r"train examples of checksum \w{16}"), ("class", "classes .*")):
+    for name, what in (("text", r"train examples with checksum \w{16}"), ("class", "classes .*")):
         value = what.split()[-1]
-        sentence = (
-            rf"InputError: Rank 1 on \S+ has {what}, rank 0 on \S+ has {value}: give all .*\."
-        )
+        sentence = rf"InputError: Rank 1 on \S+ has {what}, rank 0 on \S+ has {value}: use the .*\."
         assert re.fullmatch(sentence, runs.errors[2][f"another_{name}"])
     assert "weather, wood, rank 0" in runs.errors[2]["another_class"]
 
@@ -275,7 +273,7 @@ def test_planted_a_mean_of_each_ranks_batch(runs):
 
 def test_planted_duplicates_and_a_ranks_own_report(runs):
     for name in ("padded", "own"):
-        assert runs.errors[2][name] == "AssertionError: each example once, none twice"
+        assert runs.errors[2][name] == "AssertionError: an example is missing or repeated"
 
 
 def test_padding_changes_no_loss_but_planted_on_the_left(runs):
@@ -435,7 +433,7 @@ def test_best_is_kept_when_the_next_one_cannot_be_written(best, tmp_path, fault)
         replace = mock.patch.object(Path, "replace", between_the_renames)
         with (
             replace if fault != "full disk" else contextlib.nullcontext(),
-            pytest.raises(InputError, match=r"best could not be written \(.+\): make room\.$"),
+            pytest.raises(InputError, match=r"best cannot be written \(.+\): free disk space\.$"),
         ):
             results.save_model(*arguments)
     finally:
@@ -562,11 +560,11 @@ ROWS = "text,label\n" + "".join(f"text number {n},{'ab'[n % 2]}\n" for n in rang
 BAD_TABLES = {
     "has no text column 'text': give --text-column one of body, label": "body,label\na,b\n" * 9,
     "has no label column 'label': give --label-column one of text, class": "text,class\na,b\n",
-    "All training rows of .* are of the class 'a'": ROWS.replace(",b\n", ",a\n"),
+    "All training rows of .* have the class 'a'": ROWS.replace(",b\n", ",a\n"),
     "50 of 100 rows in the train split of .* have no label in the": ROWS.replace(",b\n", ",\n"),
-    "has 100 different values in 100 rows, so it holds no classes": "text,label\n"
+    "has 100 different values in 100 rows, so it has no classes": "text,label\n"
     + "".join(f"text {n},label {n}\n" for n in range(100)),
-    "The validation part of .* is empty": "text,label\na,b\n" + "c,d\n" * 9,
+    "The validation split of .* is empty": "text,label\na,b\n" + "c,d\n" * 9,
 }
 
 
@@ -593,8 +591,8 @@ def test_labels_of_any_kind(tmp_path):
     Dataset.from_dict({"text": texts, "label": [float(n % 2) for n in range(90)]}).to_parquet(path)
     assert load_examples(str(path))[0] == ["0.0", "1.0"]
     for labels, sentence in (
-        ([[n % 2] for n in range(90)], "holds lists: give one class a row"),
-        ([{"name": n % 2} for n in range(90)], "holds objects: give one class a row"),
+        ([[n % 2] for n in range(90)], "has lists: give one class per row"),
+        ([{"name": n % 2} for n in range(90)], "has objects: give one class per row"),
         ([float(n % 2) if n % 3 else float("nan") for n in range(90)], "30 of 90 .* no label in"),
     ):
         Dataset.from_dict({"text": texts, "label": labels}).to_parquet(path)
@@ -605,10 +603,10 @@ def test_labels_of_any_kind(tmp_path):
 @pytest.mark.check
 def test_arguments_without_an_effect_are_refused(tmp_path):
     for arguments in (("plain_text",), (None, "body"), (None, None, "class")):
-        with pytest.raises(InputError, match="python-stdlib is code: it has no --dataset-subset, "):
+        with pytest.raises(InputError, match="python-stdlib is not a table: leave out --dataset"):
             load_examples("python-stdlib", *arguments)
     (tmp_path / "table.csv").write_text(ROWS)
-    with pytest.raises(InputError, match=r"table.csv is one file: it has no --dataset-subset.$"):
+    with pytest.raises(InputError, match=r"table.csv is a single file: leave out --"):
         load_examples(str(tmp_path / "table.csv"), "plain_text")
     assert load_examples(str(tmp_path / "table.csv"))[0] == ["a", "b"]
 
@@ -631,7 +629,8 @@ def test_the_log_counts_what_stands_in_train_and_in_test(tmp_path):
         sampler = GroupedSampler(splits["train"].lengths(), args, 1, 0)
         said = results.describe_data(classes, splits, sampler, 32).splitlines()
         both = len(set(splits["train"].texts) & set(splits["test"].texts))
-        assert said[2:] == ([f"{both} of the test's texts also stand in train"] if both else [])
+        line = f"{both} texts of the test split are also in the training split"
+        assert said[2:] == ([line] if both else [])
         found.append(both)
     assert found[0] == 0 < found[1] <= 3
 
@@ -641,7 +640,7 @@ def test_bad_names_and_prompts(tmp_path):
     (tmp_path / "text.txt").write_text("a")
     (tmp_path / "table.parquet").write_text("a")
     for name, sentence in {
-        f"{tmp_path}/text.txt": "does not end in one of: .json .jsonl",
+        f"{tmp_path}/text.txt": "text.txt is no table: give a .json, .jsonl",
         f"{tmp_path}/table.parquet": "Cannot read .* as a data set",
         f"{tmp_path}/nothing": "There is no data set at",
         "stanfordnlp/imdb": "is neither a preset .* cannot be reached",
@@ -651,8 +650,8 @@ def test_bad_names_and_prompts(tmp_path):
     classes, splits = load_examples("python-stdlib")
     tokenizer = models.load_tokenizer("gpt2-tiny")
     for prompt, sentence in {
-        "which class?": r"must hold {text}, once",
-        "{text}" + " of what" * 60: "longest label take .* none is left for the text",
+        "which class?": r"must contain {text} exactly once",
+        "{text}" + " of what" * 60: "longest label take .* tokens, but --seq-length is 32: shorten",
     }.items():
         with pytest.raises(InputError, match=sentence):
             encode(splits, classes, tokenizer, 32, prompt)
@@ -664,10 +663,11 @@ def test_a_run_is_not_overwritten_and_a_preset_has_no_weights(runs):
     before = (runs.folder / "linear-1/metrics.jsonl").read_bytes()
     done = run_script(*args, "-e", "linear-1")
     assert done.returncode == 2 and "Traceback" not in done.stderr
-    assert done.stderr.splitlines()[-1].endswith("linear-1 holds a run already: give another -e.")
+    sentence = "linear-1 already contains a run: give another -e."
+    assert done.stderr.splitlines()[-1].endswith(sentence)
     assert (runs.folder / "linear-1/metrics.jsonl").read_bytes() == before
     with pytest.raises(InputError, match="preset gpt2-tiny has no weights"):
-        load_script(SCRIPT).classifier.load_weights(None, "gpt2-tiny", None, {})
+        models.load_weights(None, "gpt2-tiny", None, {})
 
 
 # --- batches ---
@@ -710,7 +710,7 @@ def test_grouping_leaves_less_padding():
 
 @pytest.mark.check
 def test_batches():
-    collate = Collator(0, words=[[5, 6], [7]])
+    collate = Collator(0, label_tokens=[[5, 6], [7]])
     batch = collate([Example(3, [1, 2, 3], 0), Example(8, [4], 1)])
     assert batch["input_ids"].tolist() == [[1, 2, 3, 5], [4, 0, 0, 0]]
     assert batch["columns"].tolist() == [0, 2, 3]

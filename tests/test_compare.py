@@ -205,7 +205,7 @@ def test_a_row_that_fails_does_not_end_the_others(comparisons):
     assert {name: row["failed"] for name, row in rows.items()} == {
         "single:bf16": {"loss": "no answer within 20 s"},
         "ddp:fp32": {"loss": "MemoryError: planted"},
-        "zero1:fp32": {"loss": "a rank ended with status 9"},
+        "zero1:fp32": {"loss": "a rank exited with status 9"},
         "fsdp:fp32": {},
     }
     assert [run["seed"] for run in rows["fsdp:fp32"]["runs"]] == [0, 1]

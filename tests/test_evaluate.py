@@ -21,9 +21,10 @@ from torch.distributed import TCPStore
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from common import distributed, models
-from common.checkpoint.trained import load_trained
 from common.cli import InputError
 from common.data.sources import find_source
+
+from trained_model import load_trained
 
 SCRIPT = ROOT / "01-single-gpu/evaluate.py"
 SMALL = ["-s", 32, "--global-batch-size", 6, "--max-steps", 4, "--eval-freq", 4]
@@ -248,14 +249,14 @@ def refuse_ranks(rank: int, port: int, args: tuple, world_size: int, queue) -> N
 
 def another_checkpoint(script) -> None:
     """The run has gone on when the last rank reads it."""
-    load = script.runs.load_trained
+    load = script.load_trained
 
     def load_another(*args: object):
         trained = load(*args)
         late = int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1
         return trained._replace(origin="step 9 of it") if late else trained
 
-    script.runs.load_trained = load_another
+    script.load_trained = load_another
 
 
 def test_ranks_that_read_different_checkpoints(saved, tmp_path):
@@ -265,7 +266,7 @@ def test_ranks_that_read_different_checkpoints(saved, tmp_path):
     for sentence in said:
         assert sentence.startswith("Rank 1 on ")
         assert " has model step 9 of it, rank 0 on " in sentence
-        assert sentence.endswith("/gpt2: give --step, and all nodes the same data."), said
+        assert sentence.endswith("/gpt2: give --step, and the same data on all nodes."), said
     assert not (tmp_path / "facts.json").exists()
 
 

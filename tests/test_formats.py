@@ -132,7 +132,7 @@ def test_figures_are_those_that_the_script_draws(tmp_path, say):
         ),
         (
             ("stochastic_rounding", CHAPTER / "train_llm.py", "bfloat16", "--hsdp"),
-            "would round its copy of a weight differently: use chapter 4 or 5 without --hsdp.",
+            "would round its copy differently: use chapter 4 or 5 without --hsdp.",
         ),
         (("compression", "--steps", 5), "'5' is not a whole number from 12"),
     ],

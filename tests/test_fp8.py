@@ -28,7 +28,7 @@ from common import models
 from common.cli import InputError
 
 sys.path.append(str(ROOT / "05-mixed-precision"))
-from common import precision
+import precision
 
 TORCHAO = ROOT / ".venv/torchao"
 CHAPTER = "05-mixed-precision"

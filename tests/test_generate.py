@@ -25,7 +25,9 @@ from transformers import (
 
 from common import distributed, models
 from common.checkpoint import save_checkpoint, trained
+from common.checkpoint.files import Reader
 from common.checkpoint.manifest import describe_model, measure_file
+from common.cli import InputError
 
 SCRIPT = ROOT / "01-single-gpu/generate.py"
 NAMES = ["gpt2-tiny", "llama-tiny"]
@@ -272,7 +274,7 @@ def test_newest_checkpoint_and_another_one(generate, tmp_path):
     save_run(tmp_path / "run", "gpt2-tiny", random_model("gpt2-tiny"), 3)
     args = (tmp_path / "run", "-p", "def", "--temperature", 0)
     old = generate(*args)
-    assert old.err == f"step 3 of {tmp_path}/run; greedy: always the likeliest token\n"
+    assert old.err == f"step 3 of {tmp_path}/run; greedy: always the most likely token\n"
     save_run(tmp_path / "run", "gpt2-tiny", other_model("gpt2-tiny"), 5)
     new = generate(*args)
     assert new.err.startswith("step 5 of ") and new.out != old.out
@@ -303,18 +305,18 @@ def test_a_checkpoint_that_goes_while_it_is_read(generate, tmp_path, monkeypatch
 @pytest.mark.parametrize("lost", [None, ".metadata", "__0_0.distcp"])
 def test_a_checkpoint_that_goes_behind_the_check(lost, generate, tmp_path, monkeypatch):
     """PyTorch misses a file that was there when the files were checked."""
-    run, check = tmp_path / "run", trained.check_files
+    run, load = tmp_path / "run", trained.dcp.load
     save_run(run, "gpt2-tiny", random_model("gpt2-tiny"), 3)
 
-    def go_on(kept: trained.SavedCheckpoint) -> None:
-        check(kept)
-        if kept.step == 3:
+    def go_on(state: dict, *, storage_reader: Reader, no_dist: bool) -> None:
+        if storage_reader.path.name == "step-00000003":
             save_run(run, "gpt2-tiny", other_model("gpt2-tiny"), 5)
-            shutil.rmtree(kept.path)
+            shutil.rmtree(storage_reader.path)
         elif lost:
-            (kept.path / lost).unlink()
+            (storage_reader.path / lost).unlink()
+        load(state, storage_reader=storage_reader, no_dist=no_dist)
 
-    monkeypatch.setattr(trained, "check_files", go_on)
+    monkeypatch.setattr(trained.dcp, "load", go_on)
     if lost:
         said = refuse_here(generate, run, "-p", "def")
         assert "step-00000005 cannot be read (" in said and said.endswith(
@@ -325,7 +327,7 @@ def test_a_checkpoint_that_goes_behind_the_check(lost, generate, tmp_path, monke
 
 
 def refuse_here(generate, *args: object) -> str:
-    with pytest.raises(trained.InputError) as error:
+    with pytest.raises(InputError) as error:
         generate(*args)
     return str(error.value)
 
@@ -374,7 +376,7 @@ def test_at_a_terminal(generate, saved, monkeypatch):
     lines = f"{'word ' * 200}\ndef\n"
     out, err = generate(saved / "gpt2-tiny", "--temperature", 0, stdin=lines)
     assert out == likeliest("gpt2-tiny", "def", 64) + "\n"
-    assert "a prompt on each line, Ctrl-D ends" in err
+    assert "type one prompt per line, and Ctrl-D to stop" in err
     assert err.splitlines()[1].startswith("The prompt 'word word word word word word ' has ")
 
 
@@ -391,7 +393,7 @@ def test_as_a_reader_starts_it(saved, tmp_path):
     command += f"{saved}/gpt2-tiny --max-new-tokens 5 | head -n 1"
     done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout.startswith("def")
-    assert done.stderr == f"step 7 of {saved}/gpt2-tiny; drawn with seed 0\n"
+    assert done.stderr == f"step 7 of {saved}/gpt2-tiny; sampled with seed 0\n"
 
 
 @pytest.fixture
@@ -426,14 +428,15 @@ def test_bad_input(refuse, saved, tmp_path):
     assert "leave out --step" in refuse(saved / "gpt2-tiny-folder", "--step", 3)
     length = len(models.load_tokenizer("gpt2-tiny")(text)["input_ids"])
     assert refuse(run, "-p", text) == (
-        f"The prompt {text[:30]!r} has {length} tokens and the model 128 positions: "
+        f"The prompt {text[:30]!r} has {length} tokens and the model has 128 positions: "
         f"give --max-new-tokens {128 - length} or less."
     )
-    assert refuse(run, "-p", text * 4).endswith("the model 128 positions: give a shorter one.")
-    assert "is greedy: all --num-samples" in refuse(run, "-p", "", "--temperature", 0, "-n", 2)
-    assert "nope.txt cannot be read: [Errno 2]" in refuse(run, "--prompts", tmp_path / "nope.txt")
+    assert refuse(run, "-p", text * 4).endswith("the model has 128 positions: shorten the prompt.")
+    greedy = ("-p", "", "--temperature", 0)
+    assert "--temperature 0 always gives the same text" in refuse(run, *greedy, "-n", 2)
+    assert "nope.txt cannot be read ([Errno 2]" in refuse(run, "--prompts", tmp_path / "nope.txt")
     (tmp_path / "latin.txt").write_bytes(b"Stra\xdfe")
-    assert "cannot be read: 'utf-8' codec" in refuse(run, "--prompts", tmp_path / "latin.txt")
+    assert "cannot be read ('utf-8' codec" in refuse(run, "--prompts", tmp_path / "latin.txt")
     (tmp_path / "thesis").write_text("the only copy")
     assert "thesis already exists" in refuse(run, "--output", tmp_path / "thesis")
     assert "cannot be written" in refuse(run, "--output", tmp_path / "nope/texts.jsonl")

@@ -28,7 +28,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from common.checkpoint import asynchronous
 from common.distributed import SINGLE_PROCESS
 from common.models import causal_attention
-from common.precision import FP8_CAPABILITY
+from precision import FP8_CAPABILITY
 
 SCRIPT = "01-single-gpu/train_llm.py"
 

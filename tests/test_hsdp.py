@@ -234,7 +234,7 @@ def test_same_losses_on_two_nodes_of_two_ranks(lab):
     logs = lab.folder.glob("hsdp/logs/*/*/attempt_0/*/stderr.log")
     nodes = {path.parts[-5]: path.parent.name for path in logs if "step 24/24" in path.read_text()}
     assert nodes == {"node1": "0"}, "rank 0 is the first one of the first node"
-    assert f"to go on with it after a stop: sbatch {JOB} " in lab.log("hsdp")
+    assert f"to resume it after a stop: sbatch {JOB} " in lab.log("hsdp")
 
 
 @pytest.mark.check

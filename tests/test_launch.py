@@ -319,7 +319,7 @@ def test_how_to_go_on(monkeypatch, place, command):
     for name, value in place.items():
         monkeypatch.setenv(name, value)
     opening, _, found = distributed.resume_command("run").partition(": ")
-    assert opening == "to go on with it after a stop"
+    assert opening == "to resume it after a stop"
     python = f"{sys.executable} ".replace(f"{Path.cwd()}/", "")
     assert found.removeprefix(python) == command
 
@@ -535,7 +535,7 @@ def test_ctrl_c_reaches_all_ranks(flags, tmp_path):
     finally:
         process.kill()
     (interrupted,) = [line for line in said.splitlines() if "Interrupted" in line]
-    assert interrupted.startswith("Interrupted; to go on")
+    assert interrupted.startswith("Interrupted; to resume it")
     assert "torch.distributed.run --standalone" in interrupted
     # torchrun waits half a minute for ranks that do not end by themselves, and then says this.
     assert "forcefully exiting" not in said
@@ -630,7 +630,9 @@ def test_several_nodes_need_a_place_to_meet(nodes):
     env = {**os.environ, "NNODES": nodes}
     done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
     assert done.returncode == 2
-    assert done.stderr == "Several nodes need to know where to meet: give HEAD=host:port.\n"
+    assert done.stderr == (
+        "A run on several nodes needs a rendezvous address: set HEAD=host:port.\n"
+    )
 
 
 # In place of what a launch file starts: a plan of 2 processes with 7 threads each; what Slurm says.
@@ -742,5 +744,5 @@ def test_planted_warning_that_is_no_use(tmp_path, right, wrong, complaint):
 def test_both_job_files_decide_alike_what_comes_after():
     """A mend of one of them is a mend of the other."""
     files = [ROOT / "03-multi-node" / name for name in ("job.sbatch", "job_srun.sbatch")]
-    ends = [file.read_text().partition("# Back to the queue")[2] for file in files]
+    ends = [file.read_text().partition("# Requeue the job if")[2] for file in files]
     assert ends[0] == ends[1] and "scontrol requeue" in ends[0]

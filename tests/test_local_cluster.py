@@ -219,7 +219,7 @@ STAGES = {
     "controller": Path("/run/local-cluster/log/controller-slurmctld.log"),
     "nodes": Path("/run/local-cluster/log/node2-sshd.log"),
 }
-UNDONE = "The cluster did not come up, and everything that was made for it is removed."
+UNDONE = "The cluster did not start. All its processes and files are removed."
 
 
 def test_down_leaves_nothing_behind_of_running_jobs_either(machine):
@@ -353,7 +353,7 @@ def test_name_in_use(machine):
 def test_folder_of_something_else_is_kept(machine, tmp_path):
     (tmp_path / "precious").touch()
     result = machine.script("up", LOCAL_CLUSTER_DIR=str(tmp_path))
-    assert "is something else's folder" in refusal(result)
+    assert "belongs to no cluster" in refusal(result)
     assert machine.script("down", LOCAL_CLUSTER_DIR=str(tmp_path)).returncode == 0
     assert (tmp_path / "precious").exists()
 

@@ -313,7 +313,7 @@ def test_same_losses_with_launch_ssh(lab):
     assert lab.launch("ssh", *script, "start", hosts, **slow).wait(PATIENCE_S) == 0
     lab.wait_for_step("ssh", 2)
     assert lab.launch("ssh", *script, "start", hosts, **env).wait(PATIENCE_S) == 2
-    assert "ssh runs here already: stop it first." in lab.log("ssh")
+    assert "ssh is already running on this host: stop it first." in lab.log("ssh")
     tail = lab.launch("ssh", *script, "tail", hosts, **env)
     lab.wait_for(lambda: re.search(r"^node1: \[.* step \d+/24", lab.log("ssh"), re.MULTILINE))
     tail.send_signal(signal.SIGTERM)

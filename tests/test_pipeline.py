@@ -77,7 +77,7 @@ def test_arguments_that_not_all_steps_would_see(lab):
     """As a tokenizer of one text for the training on another."""
     job = submit(lab, "attached", f"-d{lab.folder}/corpus.json")
     assert lab.ends(job) == "FAILED"
-    assert "Write -d NAME and -m NAME as two words, and no @file" in lab.log("attached")
+    assert "write -d NAME and -m NAME as two words, and no @file" in lab.log("attached")
     assert not (lab.folder / "attached").exists()
 
 

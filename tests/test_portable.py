@@ -14,12 +14,41 @@ from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from common.checkpoint import find_checkpoint, load_checkpoint, manifest, save_checkpoint
+from common.checkpoint import (
+    find_checkpoint,
+    load_checkpoint,
+    manifest,
+    save_checkpoint,
+    save_load,
+)
 from common.cli import InputError
 
 
 def full(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def parameter_groups(model: torch.nn.Module, action: str) -> list[dict]:
+    """Return two groups, as many readers have: norms and biases are not decayed."""
+    matrices = [parameter for parameter in model.parameters() if parameter.ndim > 1]
+    vectors = [parameter for parameter in model.parameters() if parameter.ndim == 1]
+    decay = 0.1 if action == "save" else 0.5  # what was saved wins
+    return [
+        {"params": matrices, "weight_decay": decay},
+        {"params": vectors, "weight_decay": decay / 10, "lr": 3e-2},
+    ]
+
+
+def forget_weight_decay() -> None:
+    load = save_load.set_state_dict
+
+    def plant(model: torch.nn.Module, optimizer: torch.optim.Optimizer, **states: dict) -> None:
+        groups = states["optim_state_dict"]["param_groups"]
+        for group, own in zip(groups, optimizer.param_groups, strict=True):
+            group["weight_decay"] = own["weight_decay"]
+        load(model, optimizer, **states)
+
+    save_load.set_state_dict = plant
 
 
 def rank_main(rank: int, world_size: int, sharded: bool, action: str, folder: Path, queue) -> None:
@@ -34,7 +63,9 @@ def rank_main(rank: int, world_size: int, sharded: bool, action: str, folder: Pa
         for block in model.transformer.h:
             fully_shard(block)
         fully_shard(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-2, fused=True)
+    if action == "load with its own weight decay":
+        forget_weight_decay()
+    optimizer = torch.optim.AdamW(parameter_groups(model, action), lr=1e-2, fused=True)
     lr_scheduler = LambdaLR(optimizer, lambda step: 1 / (1 + step))
     state = {"step": 0, "running_loss": torch.zeros(())}
     training = {"seed": 0}
@@ -62,7 +93,8 @@ def rank_main(rank: int, world_size: int, sharded: bool, action: str, folder: Pa
             tensors[f"{name}.{key}"] = full(optimizer.state[parameter][key]).clone()
     tensors["running_loss"] = state["running_loss"]
     numbers = {name: value.double().numpy().tobytes() for name, value in tensors.items()}
-    queue.put((rank, (numbers, state["step"], lr_scheduler.get_last_lr())))
+    decays = [group["weight_decay"] for group in optimizer.param_groups]
+    queue.put((rank, (numbers, state["step"], lr_scheduler.get_last_lr(), decays)))
     if world_size > 1:
         dist.barrier()
         dist.destroy_process_group()
@@ -82,6 +114,15 @@ def test_saved_on_some_ranks_loaded_on_others(tmp_path, saved_on, saved_sharded)
     for world_size, sharded in ((1, False), (2, False), (4, True)):
         for found in run_ranks(world_size, sharded, "load", tmp_path):
             assert found == expected, (world_size, sharded)
+
+
+@pytest.mark.parametrize(("world_size", "sharded"), [(1, False), (2, True)])
+def test_planted_group_that_keeps_its_own_weight_decay(tmp_path, world_size, sharded):
+    """The rest is the same: only the last of what a rank answers differs."""
+    expected = run_ranks(1, False, "save", tmp_path)[0]
+    for found in run_ranks(world_size, sharded, "load with its own weight decay", tmp_path):
+        assert found[:-1] == expected[:-1]
+        assert (found[-1], expected[-1]) == ([0.5, 0.05], [0.1, 0.01])
 
 
 def test_planted_wrong_shard(tmp_path):

@@ -721,7 +721,7 @@ def test_as_a_line_of_the_job_file(cluster, tmp_path):
         if path.name in ("03-multi-node", "common"):
             shutil.copytree(path, tmp_path / "copy" / path.name)
     job = tmp_path / "copy/03-multi-node/job.sbatch"
-    place = "# This shell outlives the signals"
+    place = "# After a signal this shell keeps running"
     line = block_of_the_page("${HEAD%:*}").replace("|| exit", "--max-bytes 4096 || exit")
     replace_in(job, place, line + place)
     env = {"PYTHONPATH": tmp_path / "copy", "DATA": tmp_path / "corpus.json", "NPROC_PER_NODE": 2}

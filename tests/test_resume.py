@@ -7,7 +7,6 @@ import random
 import re
 import shutil
 import signal
-import threading
 import time
 import types
 from itertools import pairwise
@@ -134,7 +133,7 @@ def test_after_ctrl_c(straight, runs, tmp_path):
     os.kill(process.pid, signal.SIGINT)
     assert finish(process) == 130
     message = (tmp_path / "stderr").read_text().splitlines()[-1]
-    assert message.startswith("Interrupted; to go on") and message.endswith(" -e stopped")
+    assert message.startswith("Interrupted; to resume it") and message.endswith(" -e stopped")
     stop = runs.stopped_after("stopped")
     assert 0 < stop[1] < STEPS
     assert runs.finish("stopped") == 0
@@ -181,7 +180,8 @@ def test_after_kill_9_in_a_save_that_replaces_a_newer_checkpoint(straight, runs)
 def test_ctrl_c_in_a_save_is_no_full_disk(straight, runs, tmp_path):
     options = {"interrupt_in_save": 4, "stderr_file": str(tmp_path / "stderr")}
     assert runs.finish("stopped", **options) == 130
-    assert (tmp_path / "stderr").read_text().splitlines()[-1].startswith("Interrupted; to go on")
+    said = (tmp_path / "stderr").read_text().splitlines()
+    assert said[-1].startswith("Interrupted; to resume it")
     stop = runs.stopped_after("stopped")
     assert stop == (20, 15)
     assert runs.finish("stopped") == 0
@@ -378,7 +378,6 @@ def check_the_order_of_a_commit(folder: Path, monkeypatch) -> None:
     monkeypatch.setattr(manifest, "remove_folder", check_removal)
     for step in (1, 2):
         save_load.write_content(folder, {"state": {"step": step}}, {}, keep=1)
-        manifest.finish_removal()
     assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-00000002"]
 
 
@@ -388,14 +387,14 @@ def test_the_order_of_a_commit(tmp_path, monkeypatch):
 
 
 def delete_first(monkeypatch) -> None:
-    write = manifest._write_record
+    write = manifest._write_records
 
     def delete_and_write(run_dir: Path, training: dict, records: list[dict]) -> None:
         if (run_dir / "state.json").exists():
             manifest._remove_all_but(records, run_dir)
         write(run_dir, training, records)
 
-    monkeypatch.setattr(manifest, "_write_record", delete_and_write)
+    monkeypatch.setattr(manifest, "_write_records", delete_and_write)
 
 
 def do_not_sync_the_record(monkeypatch) -> None:
@@ -433,62 +432,6 @@ def test_all_generators_go_on_where_they_were():
 # --- what is no longer kept ---
 
 
-def check_that_nobody_waits_for_a_removal(folder: Path, monkeypatch) -> None:
-    """Save three checkpoints of which one is kept, on a disk that deletes when it is told to."""
-    may_delete, events = threading.Event(), []
-
-    def remove(path: Path) -> None:
-        may_delete.wait(1)
-        time.sleep(0.3)
-        events.append(f"removed {path.name}")
-        shutil.rmtree(path)
-
-    def note_room(*args: object) -> None:
-        make_room(*args)
-        events.append("made room")
-
-    make_room = save_load.make_room
-    monkeypatch.setattr(manifest, "remove_folder", remove)
-    monkeypatch.setattr(save_load, "make_room", note_room)
-    for step in (1, 2):
-        save_load.write_content(folder, {"state": {"step": step}}, {}, keep=1)
-    assert events == ["made room"] * 2, "waited for the removal"
-    (record,) = json.loads((folder / "state.json").read_text())["checkpoints"]
-    assert record["step"] == 2
-    may_delete.set()
-    save_load.write_content(folder, {"state": {"step": 3}}, {}, keep=1)
-    manifest.finish_removal()
-    assert events[2:] == ["removed step-00000001", "made room", "removed step-00000002"], "too soon"
-    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-00000003"]
-
-
-def test_nobody_waits_for_a_removal(tmp_path, monkeypatch):
-    check_that_nobody_waits_for_a_removal(tmp_path, monkeypatch)
-
-
-class WaitingThread(threading.Thread):
-    def start(self) -> None:
-        super().start()
-        self.join()
-
-
-@pytest.mark.parametrize(
-    ("name", "planted", "seen"),
-    [
-        ("threading.Thread", WaitingThread, "waited for the removal"),
-        # Or the next save, which deletes what is left, finds that a folder goes while it does.
-        ("finish_removal", lambda: None, "too soon|No such file"),
-    ],
-    ids=["awaited", "not before the next"],
-)
-def test_planted_removal_at_the_wrong_time(tmp_path, monkeypatch, name, planted, seen):
-    finish_removal = manifest.finish_removal
-    monkeypatch.setattr(f"common.checkpoint.manifest.{name}", planted)
-    with pytest.raises((AssertionError, InputError), match=seen):
-        check_that_nobody_waits_for_a_removal(tmp_path, monkeypatch)
-    finish_removal()
-
-
 def test_what_cannot_be_deleted_is_said_and_tried_again(tmp_path, monkeypatch, caplog):
     """By the next save, which fails if that does: else a disk would fill with checkpoints."""
     refused = []
@@ -499,7 +442,6 @@ def test_what_cannot_be_deleted_is_said_and_tried_again(tmp_path, monkeypatch, c
 
     def save(step: int) -> None:
         save_load.write_content(tmp_path, {"state": {"step": step}}, {}, keep=1)
-        manifest.finish_removal()
 
     save(1)
     with monkeypatch.context() as patch:
@@ -515,15 +457,3 @@ def test_what_cannot_be_deleted_is_said_and_tried_again(tmp_path, monkeypatch, c
     assert record["step"] == 2, "the one before stays in force"
     save(4)
     assert [path.name for path in old.parent.iterdir()] == ["step-00000004"]
-
-
-def test_where_no_thread_starts_it_is_deleted_at_once(tmp_path, monkeypatch):
-    """As while a process ends, in newer versions of Python."""
-
-    def refuse(thread: threading.Thread) -> None:
-        raise RuntimeError("can't create new thread at interpreter shutdown")
-
-    monkeypatch.setattr(threading.Thread, "start", refuse)
-    for step in (1, 2):
-        save_load.write_content(tmp_path, {"state": {"step": step}}, {}, keep=1)
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000002"]

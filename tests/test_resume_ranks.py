@@ -123,7 +123,7 @@ def test_after_kill_9_of_one_rank(folder, flags, straight, victim):
     assert finish(ranks.processes[1 - victim]) == 1
     said = (folder / f"{name}-{1 - victim}.stderr").read_text().splitlines()[-1]
     assert re.search(r"other ranks are gone or out of reach \(.*Connection (closed|reset)", said)
-    assert f"-e {name}" in said.split("to go on with it after a stop: ")[1]
+    assert f"-e {name}" in said.split("to resume it after a stop: ")[1]
     assert newest_step(folder / name) == 20
     assert run(2, flags, name) == [0, 0]
     assert_exact(straight, folder / name)

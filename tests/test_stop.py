@@ -67,7 +67,7 @@ class Runs:
         assert saved == step, f"the checkpoint is of step {saved}"
         assert (self.folder / name / "requeue").exists(), "the file is missing"
         last = self.said(name, 0).splitlines()[-1]
-        opening = f"Told to stop; saved after step {step}; to go on with it after a stop: "
+        opening = f"Told to stop; saved after step {step}; to resume it after a stop: "
         assert last.startswith(opening) and f"-e {name}" in last, "the last line is another"
         assert self.said(name, 1) == "", "rank 1 speaks"
         assert read_metrics(self.folder / name)[-1]["step"] == step, "another step is logged"

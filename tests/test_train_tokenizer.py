@@ -362,7 +362,7 @@ def test_bad_input(refuse, corpora, tmp_path):
     corpus, target = corpora / "english.json", tmp_path / "tokenizer"
     assert "There is no data set at" in refuse(target, "-d", tmp_path / "nothing.txt")
     assert "is the name of a preset" in refuse("gpt2-tiny", "-d", corpus)
-    assert "tokens: give --vocab-size more" in refuse(target, "-d", corpus, "--vocab-size", 256)
+    assert "--vocab-size 256 is too small" in refuse(target, "-d", corpus, "--vocab-size", 256)
     assert "not a whole number from 3" in refuse(target, "--kind", "word", "--vocab-size", 2)
     assert "not a whole number from 1" in refuse(target, "--min-frequency", 0)
     assert "invalid choice: 'letters'" in refuse(target, "--kind", "letters")

@@ -227,14 +227,14 @@ def test_gpus_that_spin_are_marked_and_the_other_one_is_named():
     assert not shown[2].endswith("power")
     assert shown[3:] == [
         "Busy near idle power for 0 s: 7 of 8 on node1. A collective that waits for a rank looks "
-        "like this; not in it: GPU 3 of node1."
+        "like this; not waiting: GPU 3 of node1."
     ]
     for usual in (TRAINING, IDLE):
         assert len(table({"node1": gpus(usual)}).splitlines()) == 2
     # A GPU that still computes is named too: only rank 0 evaluates, and the others wait for it.
     works = gpus(WAITING)
     works["gpus"][3] |= {"busy": 100, "power": 650.0}
-    assert table({"node1": works}).splitlines()[-1].endswith("; not in it: GPU 3 of node1.")
+    assert table({"node1": works}).splitlines()[-1].endswith("; not waiting: GPU 3 of node1.")
     shown = table({"node1": gpus(WAITING)}, every_gpu=True).splitlines()[1:9]
     assert [line.endswith("busy near idle power") for line in shown] == [n != 3 for n in range(8)]
 
@@ -412,7 +412,7 @@ def test_hosts(words, hosts):
         (["node[a]"], "'node[a]' is not a host: give names as for ssh, or node[1-4]."),
         (["no de"], "'no de' is not a host: give names as for ssh, or node[1-4]."),
         (["--", "-oProxyCommand=x@y"], "'-oProxyCommand=x@y' is not a host"),
-        (["-F", "gone", "node1"], "-F gone does not exist: give a configuration file for ssh."),
+        (["-F", "gone", "node1"], "-F gone is not a file: give a configuration file for ssh."),
         (["--interval", "0"], "'0' is not a number from 0.2"),
         (["--timeout", "soon"], "'soon' is not a number from 1.0"),
     ],

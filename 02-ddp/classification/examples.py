@@ -1,4 +1,4 @@
-"""Documents with a class each: where they come from, and which of them are to train, to test."""
+"""Load labelled documents, and split them into training, validation and test."""
 
 import hashlib
 import math
@@ -21,11 +21,11 @@ if TYPE_CHECKING:
 
 SPLITS = ("train", "validation", "test")
 PACKAGES = ("asyncio", "email", "importlib", "multiprocessing", "unittest", "xml")
-DEAL = ("train", "train", "validation", "test", "train")  # a package's files, the largest first
+DEAL = ("train", "train", "validation", "test", "train")  # for a package's files, largest first
 
 
 class Example(NamedTuple):
-    """index: in its split, or -1 for a filler. tokens: all but the label's words."""
+    """index: in its split, or -1 for a filler. tokens: without those of the label."""
 
     index: int
     tokens: list[int]
@@ -34,12 +34,12 @@ class Example(NamedTuple):
 
 @dataclass
 class Examples(Dataset):
-    """A split. `encode` adds the tokens, and how many terms of the loss each example has."""
+    """A split. `encode` adds the tokens, and the number of loss terms of each example."""
 
     texts: list[str] = field(default_factory=list)
     labels: list[int] = field(default_factory=list)
     tokens: list[list[int]] = field(default_factory=list)
-    counts: list[int] = field(default_factory=list)
+    loss_terms: list[int] = field(default_factory=list)
 
     def __len__(self) -> int:
         return len(self.texts)
@@ -48,11 +48,11 @@ class Examples(Dataset):
         return Example(index, self.tokens[index], self.labels[index])
 
     def lengths(self) -> list[int]:
-        """Return how many tokens each example has, less the label's words."""
+        """Return the number of tokens of each example, without those of the label."""
         return [len(tokens) for tokens in self.tokens]
 
     def checksum(self) -> str:
-        """Return the same for the same tokens and classes in the same order."""
+        """Return a checksum of the tokens and classes, in order."""
         digest = xxhash.xxh3_64()
         for tokens, label in zip(self.tokens, self.labels, strict=True):
             digest.update(array("q", [label, len(tokens), *tokens]).tobytes())
@@ -67,15 +67,15 @@ def load_examples(
 ) -> tuple[list[str], dict[str, Examples]]:
     """Return the names of the classes, and the three splits by name.
 
-    name: python-stdlib, a table's file, a folder of tables or a hub id; a table's columns are text
-    and label, if not given. A split that it lacks is a tenth of its training split, by a checksum
-    of the text. Raises InputError for what cannot be read or has no such columns, for fewer than
-    two classes, for a split without examples, and for an argument that would have no effect.
+    name: python-stdlib, a table file, a folder of tables or a hub id. The default columns of a
+    table are text and label. If a table lacks a split, a checksum of the text selects a tenth of
+    its training split instead. Raises InputError if the data cannot be read, if a column is
+    missing, if a split is empty, if there is only one class, or if an argument has no effect.
     """
     if name == BUILT_IN:
         if subset or text_column or label_column:
             raise InputError(
-                f"{name} is code: it has no --dataset-subset, no --text-column and no "
+                f"{name} is not a table: leave out --dataset-subset, --text-column and "
                 "--label-column."
             )
         classes, rows = list(PACKAGES), _stdlib_pieces()
@@ -88,16 +88,18 @@ def load_examples(
         splits[split].labels.append(label)
     if empty := [split for split in SPLITS if not len(splits[split])]:
         raise InputError(
-            f"The {empty[0]} part of {name} is empty: give more rows that have a text."
+            f"The {empty[0]} split of {name} is empty: give more rows that have a text."
         )
     if len(present := set(splits["train"].labels)) == 1:
         only = classes[present.pop()]
-        raise InputError(f"All training rows of {name} are of the class {only!r}: give others too.")
+        raise InputError(
+            f"All training rows of {name} have the class {only!r}: add rows of other classes."
+        )
     return classes, splits
 
 
 def _stdlib_pieces() -> list[tuple[str, str, int]]:
-    """Return (split, paragraph of code, package); a file is in one split with all that it holds."""
+    """Return (split, paragraph of code, package). All paragraphs of a file are in one split."""
     root, rows = Path(sysconfig.get_paths()["stdlib"]), []
     for label, package in enumerate(PACKAGES):
         paths = {path.relative_to(root).as_posix(): path for path in (root / package).rglob("*.py")}
@@ -108,7 +110,7 @@ def _stdlib_pieces() -> list[tuple[str, str, int]]:
             pieces = [piece.strip("\n") for piece in re.split(r"\n\s*\n", text)]
             split = DEAL[number % len(DEAL)]
             rows += [(split, piece, label) for piece in pieces if piece.count("\n") >= 2]
-    # What stands in several files, as a license does, would stand in several splits.
+    # Leaves out paragraphs that several files contain, such as licenses: splits must not overlap.
     times = Counter(piece for _, piece, _ in rows)
     return [row for row in rows if times[row[1]] == 1]
 
@@ -116,9 +118,9 @@ def _stdlib_pieces() -> list[tuple[str, str, int]]:
 def _load_table(name: str, subset: str | None) -> "datasets.DatasetDict":
     path = Path(name)
     if path.is_file() and path.suffix not in TABLE_SUFFIXES:
-        raise InputError(f"The file {name} does not end in one of: {' '.join(TABLE_SUFFIXES)}.")
+        raise InputError(f"{name} is no table: give a {', '.join(TABLE_SUFFIXES)} file.")
     if path.is_file() and subset:
-        raise InputError(f"{name} is one file: it has no --dataset-subset.")
+        raise InputError(f"{name} is a single file: leave out --dataset-subset.")
     return load_table(name, subset) if path.exists() else load_from_hub(name, subset)
 
 
@@ -128,7 +130,9 @@ def _table_rows(
     """Return the names of the classes and (split, text, class) of the rows that have a text."""
     table = _load_table(name, subset)
     if "train" not in table:
-        raise InputError(f"{name} has no split named train, only: {', '.join(table)}.")
+        raise InputError(
+            f"{name} has no split named train, only {', '.join(table)}: rename the training split."
+        )
     features = table["train"].features
     strings = [c for c, f in features.items() if "string" in str(getattr(f, "dtype", ""))]
     wanted = {"text": (text_column, strings), "label": (label_column, list(features))}
@@ -138,7 +142,8 @@ def _table_rows(
                 f"{name} has no {flag} column {column!r}: give --{flag}-column one of "
                 f"{', '.join(columns)}."
             )
-    names = getattr(features[label_column], "names", None)  # of a hub's ClassLabel: -1 is no label
+    # Only a ClassLabel feature has names. Its label -1 means that there is no label.
+    names = getattr(features[label_column], "names", None)
     rows = []
     for split in (split for split in SPLITS if split in table):
         columns = (table[split][text_column], table[split][label_column])
@@ -148,35 +153,36 @@ def _table_rows(
             if text is not None and text.strip()
         ]
         without = sum(label is None for _, _, label in found)
-        if without < len(found) or split == "train":  # or a test whose labels are kept secret
+        # Benchmarks often publish a test split without labels. It is not used.
+        if without < len(found) or split == "train":
             rows += found
             if without:
                 raise InputError(
                     f"{without} of {len(found)} rows in the {split} split of {name} have no label "
-                    f"in the column {label_column!r}: give each one, or delete them."
+                    f"in the column {label_column!r}: add the labels, or delete the rows."
                 )
     values = {value for _, _, value in rows}
     if len(values) > max(2, len(rows) // 2):
         raise InputError(
             f"The column {label_column!r} of {name} has {len(values)} different values in "
-            f"{len(rows)} rows, so it holds no classes: give another --label-column."
+            f"{len(rows)} rows, so it has no classes: give another --label-column."
         )
     order = list(range(len(names))) if names else sorted(values)
     present = {split for split, _, _ in rows}
     missing = [split for split in SPLITS if split not in present]
     numbered = []
     for split, text, value in rows:
-        share = hashlib.sha256(text.encode(errors="surrogatepass")).digest()[0] % 10
-        cut = split == "train" and share < len(missing)
-        numbered.append((missing[share] if cut else split, text, order.index(value)))
+        tenth = hashlib.sha256(text.encode(errors="surrogatepass")).digest()[0] % 10
+        moved = split == "train" and tenth < len(missing)
+        numbered.append((missing[tenth] if moved else split, text, order.index(value)))
     return [str(name) for name in names or order], numbered
 
 
 def _class_of(label: object, column: str, name: str) -> str | int | float | None:
-    """Return a label as a value that can be sorted and compared, None where there is none."""
+    """Return a label as a value that can be sorted, or None for a missing label."""
     if isinstance(label, list | dict):
         kind = "lists" if isinstance(label, list) else "objects"
-        raise InputError(f"The column {column!r} of {name} holds {kind}: give one class a row.")
+        raise InputError(f"The column {column!r} of {name} has {kind}: give one class per row.")
     if label is None or (isinstance(label, float) and math.isnan(label)):
         return None
-    return label if isinstance(label, str | int | float) else str(label)  # a date, say
+    return label if isinstance(label, str | int | float) else str(label)  # for example a date

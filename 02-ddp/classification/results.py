@@ -1,4 +1,4 @@
-"""A classifier's folder, and what there is to say of its test."""
+"""Load and save a classifier, describe its data, and write its test report."""
 
 import json
 import re
@@ -27,10 +27,10 @@ from common.storage import is_remote
 from classification.batches import GroupedSampler
 from classification.examples import Examples
 
-# A Han or Kana character (no spaces part them into words), a word, a sign: any text has one.
+# A Han or Kana character (there are no spaces between words), a word, or a punctuation mark.
 WORD = r"[\u3040-\u30ff\u3400-\u9fff]|[^\W\u3040-\u30ff\u3400-\u9fff]+|[^\w\s]"
 BASELINES = {
-    # Weighted counts of words: https://scikit-learn.org/stable/modules/feature_extraction.html
+    # Word counts, weighted by TF-IDF: https://scikit-learn.org/stable/modules/feature_extraction.html
     "bag of words": make_pipeline(
         TfidfVectorizer(token_pattern=WORD), LogisticRegression(max_iter=1000)
     ),
@@ -39,18 +39,18 @@ BASELINES = {
 
 
 def check_name(name: str, save_dir: str) -> str:
-    """Return the name of a run. Raises InputError where one has it already: its log and its best
-    model would be overwritten, and where save_dir is an address: its model's folder is local."""
+    """Return the name of a new run. Raises InputError if save_dir is an address, or if a run of
+    this name exists, whose log and best model would be overwritten."""
     if is_remote(save_dir):
-        raise InputError(f"A classifier cannot be saved to {save_dir}: give a folder.")
+        raise InputError(f"A classifier cannot be saved to --save-dir {save_dir}: give a folder.")
     run_dir = Path(save_dir) / name
     if (run_dir / "metrics.jsonl").exists():
-        raise InputError(f"{run_dir} holds a run already: give another -e.")
+        raise InputError(f"{run_dir} already contains a run: give another -e.")
     return name
 
 
 def model_class(head: str, config: PretrainedConfig) -> type:
-    """Return the class for --head. Raises InputError where transformers has no head for a model."""
+    """Return the class for --head. Raises InputError if transformers has no head for the model."""
     if head == "none":
         return transformers.AutoModelForCausalLM
     if type(config) not in transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
@@ -62,10 +62,10 @@ def model_class(head: str, config: PretrainedConfig) -> type:
 def load_weights(
     model_class: type, name: str, config: PretrainedConfig | None, options: dict[str, object]
 ) -> PreTrainedModel:
-    """Load a folder's or a hub model's own weights, in the shape of config or its own, on the CPU.
+    """Load the weights of a folder or a hub model on the CPU, for config or for the model's own.
 
-    A head that it lacks, or that is for another number of classes, is drawn. Raises InputError as
-    models.load_weights does.
+    If the model has no head, or one for another number of classes, a new head is drawn. Raises
+    InputError as models.load_weights does.
     """
     disable_progress_bar()
     options = {**options, "ignore_mismatched_sizes": True}
@@ -73,9 +73,9 @@ def load_weights(
 
 
 def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write a folder that transformers loads; it replaces the one before only when it is complete.
+    """Write a model folder for transformers. A previous folder is only replaced by a complete one.
 
-    Raises InputError if it cannot be written (a full disk); what was there before is kept.
+    Raises InputError if the folder cannot be written, for example on a full disk.
     """
     disable_progress_bar()
     unfinished, old = folder.with_name(f".unfinished-{folder.name}"), folder.with_name(".old")
@@ -88,43 +88,44 @@ def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folde
         unfinished.replace(folder)
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise InputError(f"{folder} could not be written ({reason}): make room.") from error
+        raise InputError(f"{folder} cannot be written ({reason}): free disk space.") from error
     finally:
-        if old.exists() and not folder.exists():  # it failed between the two renames
+        if old.exists() and not folder.exists():  # the second rename failed
             old.replace(folder)
         for left in (unfinished, old):
             shutil.rmtree(left, ignore_errors=True)
 
 
 def check_same(classes: list[str], splits: dict[str, Examples]) -> None:
-    """Raise InputError if a rank has other examples than rank 0, or in another order: the ranks
-    share them by their numbers. All ranks must call this."""
+    """Raise InputError if a rank's examples or their order differ from rank 0's, because the ranks
+    share them by index. All ranks must call this."""
     facts = {"classes": ", ".join(classes)}
     for name, examples in splits.items():
-        facts[f"{name} examples of checksum"] = examples.checksum()
-    check_agreement(facts, "give all nodes the same arguments, data and Python")
+        facts[f"{name} examples with checksum"] = examples.checksum()
+    check_agreement(facts, "use the same arguments, data and Python version on all nodes")
 
 
 def describe_data(
     classes: list[str], splits: dict[str, Examples], sampler: GroupedSampler, seq_length: int
 ) -> str:
-    """Return what there is to learn from, and what padding adds to an epoch's tokens; and how many
-    texts of the test are in train as well, if any."""
+    """Return the classes, the size of each split, the tokens of an epoch with each kind of padding,
+    and, if there are any, the number of test texts that are also in the training split."""
     sizes = ", ".join(f"{len(examples):,} {split}" for split, examples in splits.items())
-    ways = ", ".join(f"{way} {n:,}" for way, n in sampler.padded_by_way(seq_length).items())
-    known = set(splits["train"].texts)
-    shared = sum(text in known for text in splits["test"].texts)
+    paddings = sampler.tokens_by_padding(seq_length)
+    padded = ", ".join(f"{padding} {n:,}" for padding, n in paddings.items())
+    trained = set(splits["train"].texts)
+    shared = sum(text in trained for text in splits["test"].texts)
     lines = [
         f"{len(classes)} classes ({', '.join(classes)}), examples: {sizes}",
-        f"tokens of an epoch: {sum(sampler.lengths):,} of the texts; with padding: {ways}",
+        f"tokens of an epoch: {sum(sampler.lengths):,} of the texts; with padding: {padded}",
     ]
-    if shared:  # of a table with splits of its own, which are left as they are
-        lines.append(f"{shared:,} of the test's texts also stand in train")
+    if shared:  # only if the table has its own splits, which are not changed
+        lines.append(f"{shared:,} texts of the test split are also in the training split")
     return "\n".join(lines)
 
 
 def describe_epoch(epoch: int, metrics: dict[str, float], best_epoch: int) -> str:
-    """Return an epoch's numbers, over all ranks, in a line."""
+    """Return a line with the losses and accuracies of an epoch."""
     shown = {name: f"{metrics[name]:.4f}" for name in metrics if re.search("_loss|_accuracy", name)}
     return (
         f"epoch {epoch}: training loss {shown['train_loss']}, accuracy {shown['train_accuracy']}; "
@@ -143,17 +144,17 @@ def write_report(
 ) -> str:
     """Write test_report.json and confusion_matrix.svg to run_dir, and return the report as text.
 
-    predictions: the class of each example of the test, in their order; loss: on the test; epoch:
-    the best. Baselines are trained here, on all words of the texts, also those that were cut off.
+    predictions: the predicted class of each test example, in order. loss: on the test split. epoch:
+    the best one. The baselines are trained here, on the full texts without truncation.
     """
     train, test = splits["train"], splits["test"]
     options = {"labels": range(len(classes)), "target_names": classes, "zero_division": 0}
-    found = {"this model": predictions}
+    by_model = {"this model": predictions}
     for name, baseline in BASELINES.items():
-        found[name] = baseline.fit(train.texts, train.labels).predict(test.texts).tolist()
+        by_model[name] = baseline.fit(train.texts, train.labels).predict(test.texts).tolist()
     reports = {
-        name: classification_report(test.labels, each, output_dict=True, **options)
-        for name, each in found.items()
+        name: classification_report(test.labels, predicted, output_dict=True, **options)
+        for name, predicted in by_model.items()
     }
     matrix = confusion_matrix(test.labels, predictions, labels=options["labels"])
     content = {"epoch": epoch, "loss": loss, "classes": classes}
@@ -164,18 +165,18 @@ def write_report(
         classification_report(test.labels, predictions, digits=3, **options),
         f"{'':24}accuracy  macro F1",
     ]
-    for name, each in reports.items():
-        lines.append(f"{name:24}{each['accuracy']:8.3f}{each['macro avg']['f1-score']:10.3f}")
+    for name, report in reports.items():
+        lines.append(f"{name:24}{report['accuracy']:8.3f}{report['macro avg']['f1-score']:10.3f}")
     return "\n".join(lines)
 
 
 def draw_matrix(path: Path, matrix: object, classes: list[str]) -> None:
-    """Draw how many examples of each class (rows) are given which (columns); the same file again
-    for the same counts."""
+    """Draw the confusion matrix (rows: true classes, columns: predictions). The same counts always
+    give the same file."""
     size = 3 + min(len(classes), 60) / 2
     display = ConfusionMatrixDisplay(matrix, display_labels=classes)
-    options = {"values_format": "d", "include_values": len(classes) <= 30}  # more are not readable
-    # Names as they are: a $ begins no formula, and the reader's font has what this one lacks.
+    options = {"values_format": "d", "include_values": len(classes) <= 30}  # more are unreadable
+    # A $ starts no formula. Names are stored as text, because matplotlib's font lacks many scripts.
     names = {"svg.fonttype": "none", "text.parse_math": False}
     with (
         matplotlib.rc_context({"svg.hashsalt": "confusion matrix", **names}),

@@ -14,8 +14,8 @@ from checks.rendezvous import ANSWER_WITHIN_S, Rendezvous, name_ranks, say
 
 MAX_SERIES_S = 10.0  # a size is left out if its all-reduces would take longer
 COMPARED_FROM = 2**20  # bytes: a busy core makes smaller all-reduces ten times slower
-ATTEMPTS = 2  # a fault is slow in every attempt, because other work can slow down one of them
-ALL_PAIRS = 8  # up to this number of nodes each pair is measured, beyond only neighbours on a ring
+ATTEMPTS = 2  # only what is slow in every attempt is a fault: other work can slow down one attempt
+ALL_PAIRS = 8  # with more nodes, only neighbours on a ring are measured, not all pairs
 
 # The times of a node or a link, by size in bytes: {"ms": ..., "GB/s": ...}.
 Series = dict[int, dict[str, float]]
@@ -34,10 +34,10 @@ def check_network(
     faults: list[str] = []
 
     def time_groups(
-        groups: dict[str, list[int]], sizes: list[int], best: dict[str, Series], what: str
+        groups: dict[str, list[int]], sizes: list[int], best: dict[str, Series], others: str
     ) -> None:
-        """Measure these groups of ranks at the same time, and put better times into `best`."""
-        stage = (f"waiting for {what}", len(sizes) * MAX_SERIES_S + args.timeout)
+        """Measure these groups of ranks at the same time, and keep the best times in `best`."""
+        stage = (f"waiting for {others}", len(sizes) * MAX_SERIES_S + args.timeout)
         rdzv.begin(*stage)
         own = {}
         for name, ranks in groups.items():
@@ -51,18 +51,18 @@ def check_network(
         faults.extend(collect(rdzv, own, best, groups))
 
     within: dict[str, Series] = {}
-    least = args.min_bandwidth if len(nodes) == 1 else None
+    min_bandwidth = args.min_bandwidth if len(nodes) == 1 else None
     for _ in range(ATTEMPTS):
         time_groups(nodes, sizes, within, "the other nodes")
-        if not slow_ones(within, args.slow_factor, least):
+        if not slow_ones(within, args.slow_factor, min_bandwidth):
             break
-    faults += find_slow("node", within, args.slow_factor, least)
-    over_all: dict[str, Series] = {}
+    faults += find_slow("node", within, args.slow_factor, min_bandwidth)
+    all_ranks: dict[str, Series] = {}
     links: dict[str, Series] = {}
     if len(nodes) > 1:
-        time_groups({"all": list(range(rdzv.world_size))}, sizes, over_all, "all ranks")
+        time_groups({"all": list(range(rdzv.world_size))}, sizes, all_ranks, "all ranks")
         # A single slow link can keep the series of all ranks from reaching the larger sizes.
-        largest = max(*over_all["all"], min(COMPARED_FROM, sizes[-1]))
+        largest = max(*all_ranks["all"], min(COMPARED_FROM, sizes[-1]))
         pairs = itertools.combinations(nodes, 2)
         if len(nodes) > ALL_PAIRS:
             pairs = itertools.pairwise([*nodes, next(iter(nodes))])
@@ -74,10 +74,10 @@ def check_network(
             names = list(slow_ones(links, args.slow_factor, args.min_bandwidth))
         faults += find_slow("link", links, args.slow_factor, args.min_bandwidth)
     if rdzv.rank == 0:
-        show_table(within, over_all.get("all", {}), links)
+        show_table(within, all_ranks.get("all", {}), links)
     if len(links) == 1 and not args.min_bandwidth:
         rdzv.say("note   there is no other link to compare this one with: give --min-bandwidth")
-    return list(dict.fromkeys(faults)), {**within, **over_all, **links}
+    return list(dict.fromkeys(faults)), {**within, **all_ranks, **links}
 
 
 def connect_ranks(rdzv: Rendezvous, device: torch.device, timeout: float) -> None:
@@ -88,7 +88,7 @@ def connect_ranks(rdzv: Rendezvous, device: torch.device, timeout: float) -> Non
         store=rdzv.group_store,
         rank=rdzv.rank,
         world_size=rdzv.world_size,
-        # If a collective hangs, the rank's thread ends it earlier, and can say more than NCCL.
+        # If a collective hangs, the rank's thread exits earlier, and reports more than NCCL.
         timeout=timedelta(seconds=timeout + 2 * ANSWER_WITHIN_S),
     )
 
@@ -103,8 +103,8 @@ def measure(
 ) -> dict:
     """Return {"seconds": by size in bytes, "wrong": the sizes with a wrong sum on this rank}.
 
-    ranks: of the group; all of them must call this. pattern: whole numbers, at least as many as the
-    largest size needs. A size that would take too long is left out, with all larger ones.
+    ranks: of the group; all of them must call this. pattern: whole numbers, as many as the largest
+    size needs. If a size would take too long, this size and all larger ones are left out.
     """
     seconds, wrong = {}, []
     for size in sizes:
@@ -157,7 +157,7 @@ def bus_bandwidth(n_bytes: int, seconds: float, n_ranks: int) -> float:
 def collect(
     rdzv: Rendezvous, own: dict[str, dict], best: dict[str, Series], groups: dict[str, list[int]]
 ) -> list[str]:
-    """Gather what all ranks measured and put the better times into `best`, the same on all ranks.
+    """Gather the times of all ranks, and keep the best ones in `best`, the same on all ranks.
 
     Return a fault for each wrong sum. own: what `measure` returned to this rank, by group.
     """
@@ -176,48 +176,50 @@ def collect(
 
 
 def slow_ones(
-    series: dict[str, Series], factor: float, least: float | None
+    series: dict[str, Series], factor: float, min_bandwidth: float | None
 ) -> dict[str, tuple[float, float]]:
     """Return (GB/s, how many times slower than the others) of each slow node or link, by name.
 
-    They are compared at the largest size that all of them reached, if one of them reached 1 MiB.
-    factor: how many times slower than the others is too slow. least: GB/s, or None; if only this
-    makes it slow, the second number is 0.
+    All are compared at the largest size that all of them reached, if one of them reached 1 MiB.
+    factor: how many times slower than the others is too slow. min_bandwidth: in GB/s, or None. The
+    second number is 0 for what is only slower than min_bandwidth.
     """
     largest = [max(each) for each in series.values()]
     size = min(largest, default=0)
     rates = {name: each[size]["GB/s"] for name, each in series.items()}
     slow = far_below(rates, factor) if max(largest, default=0) >= COMPARED_FROM else {}
-    slow |= {name: 0.0 for name in rates if least and rates[name] < least and name not in slow}
+    too_low = [name for name in rates if min_bandwidth and rates[name] < min_bandwidth]
+    slow |= {name: 0.0 for name in too_low if name not in slow}
     return {name: (rates[name], times) for name, times in slow.items()}
 
 
 def find_slow(
-    kind: str, series: dict[str, Series], factor: float, least: float | None
+    kind: str, series: dict[str, Series], factor: float, min_bandwidth: float | None
 ) -> list[str]:
     """Return a fault for each slow node or link, and before them one for a node with slow links."""
-    slow = slow_ones(series, factor, least)
+    slow = slow_ones(series, factor, min_bandwidth)
     faults = []
     for node in dict.fromkeys(end for name in series for end in name.split(" - ")):
         links = {name for name in series if node in name.split(" - ")}
         if len(links) > 1 and links <= set(slow):
             faults.append(f"bandwidth: every link of {node} is slow")
     for name, (rate, times) in slow.items():
-        why = (
-            f"{times:.1f} times less than the others" if times else f"--min-bandwidth is {least:g}"
-        )
+        if times:
+            why = f"{times:.1f} times less than the others"
+        else:
+            why = f"--min-bandwidth is {min_bandwidth:g}"
         faults.append(f"bandwidth: {kind} {name} has {rate:.3g} GB/s, {why}")
     return faults
 
 
-def show_table(within: dict[str, Series], over_all: Series, links: dict[str, Series]) -> None:
+def show_table(within: dict[str, Series], all_ranks: Series, links: dict[str, Series]) -> None:
     """Print a table by size, and a line for each link, the slowest link first."""
     say(f"\nall-reduce{'in the slowest node':>22}     {'over all ranks':>22}")
     say(f"{'bytes':>10}{'ms':>11}{'GB/s':>11}     {'ms':>11}{'GB/s':>11}")
-    for size in sorted({size for each in (over_all, *within.values()) for size in each}):
+    for size in sorted({size for each in (all_ranks, *within.values()) for size in each}):
         nodes = [each[size] for each in within.values() if size in each]
         slowest = min(nodes, default=None, key=lambda cell: cell["GB/s"])
-        cells = (slowest, over_all.get(size))
+        cells = (slowest, all_ranks.get(size))
         shown = [f"{c['ms']:11.3f}{c['GB/s']:11.4f}" if c else " " * 22 for c in cells]
         say(f"{size:10,}{'     '.join(shown)}".rstrip())
     for name, each in sorted(links.items(), key=lambda item: item[1][max(item[1])]["GB/s"]):

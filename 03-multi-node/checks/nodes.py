@@ -46,7 +46,7 @@ def check_nodes(rdzv: Rendezvous, args: argparse.Namespace) -> tuple[list[str], 
         faults += found
         if value and not found:
             rdzv.say(f"same   {what}: {f'{len(value)} files' if what == 'code' else value}")
-    # Each rank asks for its own GPU: to ask for another one would take memory there.
+    # Each rank queries only its own GPU, because a query of another GPU allocates memory there.
     gpu = torch.cuda.mem_get_info()[0] / 2**30 if torch.cuda.is_available() else None
     gpus = enumerate(rdzv.gather(gpu))
     left = {name_ranks({rank: rdzv.hosts[rank]}): free for rank, free in gpus if free}
@@ -98,9 +98,9 @@ def describe_node(args: argparse.Namespace) -> dict[str, dict]:
 
 
 def describe_data(args: argparse.Namespace) -> dict[str, object]:
-    """Return size and checksum of the text or, with --tokenize, what a run compares of the tokens.
+    """Return size and checksum of the text or, with --tokenize, of the tokens.
 
-    A data set that cannot be read is an "error".
+    If the data set cannot be read, return the message as "error".
     """
     try:
         if args.tokenize:
@@ -124,8 +124,8 @@ def describe_data(args: argparse.Namespace) -> dict[str, object]:
 def compare(what: str, values: dict[str, object]) -> list[str]:
     """Return a fault for each node whose value is not that of the majority.
 
-    values: by node, rank 0's first. Without a majority, rank 0's value counts as right. Of a
-    dictionary, the sentence has only the items that differ.
+    values: by node, rank 0's first. Without a majority, rank 0's value counts as right. For
+    dictionaries, the fault names only the items that differ.
     """
     texts = {node: json.dumps(value, sort_keys=True) for node, value in values.items()}
     text, count = Counter(texts.values()).most_common(1)[0]
@@ -135,19 +135,19 @@ def compare(what: str, values: dict[str, object]) -> list[str]:
         text, others = texts[first], f"{first} (rank 0) has"
     faults = []
     for node in (node for node in values if texts[node] != text):
-        have, right, of_what = values[node], json.loads(text), ""
-        if isinstance(have, dict) and isinstance(right, dict):
-            keys = [key for key in {**right, **have} if right.get(key) != have.get(key)]
-            of_what = f" for {', '.join(keys[:3])}{', ...' * (len(keys) > 3)}"
-            have, right = (", ".join(str(d.get(key)) for key in keys[:3]) for d in (have, right))
-        faults.append(f"{what}: {node} has {have}{of_what}, {others} {right}")
+        found, right, items = values[node], json.loads(text), ""
+        if isinstance(found, dict) and isinstance(right, dict):
+            keys = [key for key in {**right, **found} if right.get(key) != found.get(key)]
+            items = f" for {', '.join(keys[:3])}{', ...' * (len(keys) > 3)}"
+            found, right = (", ".join(str(d.get(key)) for key in keys[:3]) for d in (found, right))
+        faults.append(f"{what}: {node} has {found}{items}, {others} {right}")
     return faults
 
 
 def far_below(values: dict[str, float], factor: float) -> dict[str, float]:
-    """Return each value that is `factor` times below the median of the others, by name.
+    """Return how many times some values are below the median of the others, by name.
 
-    The result is how many times less it is. A single value is never far below.
+    The result contains the values that are more than `factor` times below. A single value never is.
     """
     found = {}
     for name, value in values.items():
@@ -158,7 +158,7 @@ def far_below(values: dict[str, float], factor: float) -> dict[str, float]:
 
 
 def check_folder(rdzv: Rendezvous, args: argparse.Namespace) -> list[str]:
-    """Let each node write a file to --save-dir and look for the files of the others."""
+    """Let each node write a file to --save-dir and look for the files of the other nodes."""
     rdzv.begin("looking for the other nodes' files in --save-dir", args.timeout)
     folder = Path(args.save_dir) / f".preflight-{rdzv.gather(uuid.uuid4().hex)[0]}"
     error, seen = None, []
@@ -194,7 +194,7 @@ def check_folder(rdzv: Rendezvous, args: argparse.Namespace) -> list[str]:
 def find_other_folders(save_dir: str, seen: dict[str, list[str]]) -> list[str]:
     """Return a fault for each node that does not share --save-dir with the majority.
 
-    seen: by node, the nodes whose files it sees there, its own included.
+    seen: by node, the nodes whose files it sees there, including its own.
     """
     views = {node: f"files of {', '.join(nodes)}" for node, nodes in seen.items()}
     faults = compare("save folder", views)
@@ -255,7 +255,7 @@ def find_wrong_clocks(clocks: dict[str, tuple[float, float]]) -> list[str]:
     def count_agreeing(right: float) -> int:
         return sum(not is_off(node, right) for node in clocks)
 
-    right = max((offset for offset, _ in clocks.values()), key=count_agreeing)  # of several, first
+    right = max((offset for offset, _ in clocks.values()), key=count_agreeing)
     majority = 2 * count_agreeing(right) > len(clocks) > 2
     whose = "the other clocks" if majority else "rank 0's clock"
     return [

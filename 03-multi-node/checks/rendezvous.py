@@ -17,22 +17,10 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from common import cli
+from common.distributed import MPIRUN, SRUN
 
-TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-MPIRUN = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK")
-SRUN = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
 ANSWER_WITHIN_S = 5.0  # after a failure, a rank that does not answer within this time is gone
 NO_LIMIT = timedelta(days=1)  # for waits that the thread of the rank ends
-
-
-def use_launcher_variables() -> None:
-    """Set torchrun's variables from those of mpirun or srun."""
-    # torchrun comes first, because torchrun and mpirun can themselves run under srun.
-    for names in (TORCHRUN, MPIRUN, SRUN):
-        if all(name in os.environ for name in names):
-            values = [os.environ[name] for name in names]
-            os.environ.update(zip(TORCHRUN, values, strict=True))
-            break
 
 
 def say(text: str) -> None:
@@ -40,29 +28,28 @@ def say(text: str) -> None:
 
 
 class Rendezvous:
-    """All ranks of the check.
+    """Connects all ranks of the check.
 
     hosts: the host name of each rank. nodes: the ranks of each node, by the node's name; rank 0's
     node is the first. first_ranks: the first rank of each node. `meet` fills these three.
 
-    Each rank has a thread that ends the process if the current stage takes too long, or if another
-    rank has failed. The rank itself may hang then. Of the ranks that still answer, the lowest one
-    prints why.
+    In each rank a thread ends the process if the current stage takes too long, or if another rank
+    has failed, even if the rank itself hangs. The lowest rank that still answers prints the reason.
     """
 
     def __init__(self, address: str, port: int, timeout: float) -> None:
-        """Connect to the store. If that fails, print a sentence and exit."""
+        """Connect to the store. If that fails, print an error message and exit."""
         self.rank, self.world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
         self.host = socket.gethostname()
         self.hosts: dict[int, str] = {}
         self.nodes: dict[str, list[int]] = {}
         self.first_ranks: list[int] = []
-        # torchrun serves a store itself. Under srun and mpirun rank 0 serves it.
+        # torchrun serves the store itself. Under srun and mpirun, rank 0 serves it.
         serve = self.rank == 0 and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
         first = connect(address, port, serve, timeout, self.rank)
         self.address = f"{address}:{first.port}"
-        # A waiting call blocks its connection: the rank, its thread and the process group each
-        # need one of their own.
+        # A waiting call blocks its connection, so the rank, its thread and the process group each
+        # need their own connection.
         more = [connect(address, first.port, False, timeout, self.rank) for _ in range(2)]
         prefix = f"preflight-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}"
         stores = [dist.PrefixStore(prefix, store) for store in (first, *more)]
@@ -81,22 +68,23 @@ class Rendezvous:
     def begin(self, stage: str, timeout: float) -> None:
         """Start a stage of the check, which may take this many seconds."""
         self.stage, self.timeout, self.deadline = stage, timeout, time.monotonic() + timeout
-        # The last resort: if the network fails, the thread cannot reach the store either.
+        # The last resort, because the thread cannot reach the store either if the network fails.
         faulthandler.dump_traceback_later(timeout + 4 * ANSWER_WITHIN_S, exit=True)
 
     def meet(self) -> None:
         """Wait for all ranks, and find out which node each rank is on."""
         # Two torchruns on one machine count as two nodes.
-        places = self.gather([self.host, os.environ.get("GROUP_RANK", "0")])
-        self.hosts = {rank: host for rank, (host, _) in enumerate(places)}
-        several = len(set(map(tuple, places))) > len(set(self.hosts.values()))
-        for rank, (host, number) in enumerate(places):
-            self.nodes.setdefault(f"{host}/{number}" if several else host, []).append(rank)
+        locations = self.gather([self.host, os.environ.get("GROUP_RANK", "0")])
+        self.hosts = {rank: host for rank, (host, _) in enumerate(locations)}
+        share_a_host = len(set(map(tuple, locations))) > len(set(self.hosts.values()))
+        for rank, (host, torchrun) in enumerate(locations):
+            node = f"{host}/{torchrun}" if share_a_host else host
+            self.nodes.setdefault(node, []).append(rank)
         self.first_ranks = [ranks[0] for ranks in self.nodes.values()]
         self.say(f"met    at {self.address}: {name_ranks(self.hosts)}")
 
     def gather(self, part: object) -> list:
-        """Return the parts of all ranks, by rank. All ranks must call this and wait for the others.
+        """Return the parts of all ranks, by rank. Blocks until all ranks have called this.
 
         part: anything that JSON can hold.
         """
@@ -114,7 +102,7 @@ class Rendezvous:
         return {node: parts[ranks[0]] for node, ranks in self.nodes.items()}
 
     def leave(self) -> None:
-        """Wait for all ranks and end the watching. Rank 0, which may serve the store, is last."""
+        """Wait for all ranks and end the thread. Rank 0 is last, because it may serve the store."""
         self.begin("the end", 4 * ANSWER_WITHIN_S)
         self.gather(None)
         self.is_finished = True
@@ -132,7 +120,7 @@ class Rendezvous:
         if self.rank:
             os._exit(quiet_status(status))
         if quiet_status(status) != status:
-            time.sleep(2)  # otherwise srun ends ranks that are still exiting, and reports that
+            time.sleep(2)  # otherwise srun kills ranks that are still exiting, and reports it
         os._exit(status)
 
     def fail(self, reason: str) -> None:
@@ -182,7 +170,7 @@ class Rendezvous:
 def quiet_status(status: int) -> int:
     """Return the exit status of a rank other than the one that prints the result.
 
-    srun and mpirun end all ranks as soon as one has failed, and report how those ended. So under
+    As soon as one rank fails, srun and mpirun kill all ranks and print how each one ended. So under
     srun and mpirun only the rank that prints the result fails, and it is the last to exit.
     """
     torchrun = "TORCHELASTIC_RUN_ID" in os.environ
@@ -190,7 +178,7 @@ def quiet_status(status: int) -> int:
 
 
 def connect(host: str, port: int, serve: bool, timeout: float, rank: int) -> dist.TCPStore:
-    """Return a connection to the store. If it cannot be reached, print a sentence and exit."""
+    """Return a connection to the store, or print an error message and exit."""
     deadline = time.monotonic() + timeout
     try:
         # Wait until a process listens. TCPStore would wait too, but it prints tracebacks.
@@ -209,17 +197,17 @@ def connect(host: str, port: int, serve: bool, timeout: float, rank: int) -> dis
         why = "no answer, perhaps a firewall" if timed_out else str(error).splitlines()[0]
     here = f"[rank {rank}] Failed: {socket.gethostname()}"
     say(f"{here} cannot reach {host}:{port} within {timeout:g} s ({why}).")
-    time.sleep(cli.HEAD_START_S + ANSWER_WITHIN_S)  # the ranks that have met say more
+    time.sleep(cli.HEAD_START_S + ANSWER_WITHIN_S)  # the ranks that are connected know more
     os._exit(1)
 
 
 def who_failed(
     here: dict[int, tuple[str, str, bool]], hosts: dict[int, str], world_size: int, address: str
 ) -> str:
-    """Return which ranks are to blame for a stage that did not end.
+    """Return which ranks caused the failure of a stage.
 
-    here: for each rank that still answers its host, its stage, and whether it waits for the others.
-    hosts: of all ranks, empty if they have not met yet. address: the store's host and port.
+    here: for each rank that still answers: host, stage, and whether it waits for the others.
+    hosts: of all ranks; empty if they have not met yet. address: the store's host and port.
     """
     gone = [rank for rank in range(world_size) if rank not in here]
     if gone and not hosts:

@@ -29,7 +29,7 @@ TRAINING = """\
 --ckpt-freq 4
 --dist-timeout {timeout}
 """
-# Logs which samples the ranks take in each epoch. It needs the indices only and reads no data.
+# Logs which samples the ranks take in each epoch. It only needs the indices and reads no data.
 CHECK_ORDER = """\
              batches = iter(dataloader)
 +            taken = sum(distributed.gather({rank: list(sampler)}).values(), [])
@@ -52,8 +52,8 @@ class Epoch(NamedTuple):
 def apply_patch(source: str, patch: str) -> str:
     """Return a script with a patch applied to it.
 
-    patch: lines that begin with " ", "-" or "+", as in a diff. A line "@@" separates two places.
-    At each place, the lines of the original must occur exactly once in the script.
+    patch: lines that begin with " ", "-" or "+", as in a diff, in hunks separated by a line "@@".
+    The original lines of each hunk must occur exactly once in the script.
     """
     for hunk in patch.split("@@\n") if patch else ():
         before, after = (
@@ -76,7 +76,8 @@ def read_metrics(save_dir: Path) -> list[dict]:
 class Run:
     """A torchrun that the lab has started: its output and, once it has ended, its exit status.
 
-    folder: has the output and torchrun's log files. save_dir: has the folder `run` of a training.
+    folder: contains the output and torchrun's log files. save_dir: contains the folder `run` of a
+    training.
     """
 
     def __init__(self, command: list[str], folder: Path, save_dir: Path, env: dict) -> None:
@@ -86,7 +87,7 @@ class Run:
             self.process = subprocess.Popen(
                 command, env=env, stdin=subprocess.DEVNULL, stdout=log, stderr=subprocess.STDOUT
             )
-        # Several runs can be active at once, so a thread measures how long each one takes.
+        # Several runs can be active at once, so a thread measures the duration of each one.
         self.timer = threading.Thread(target=self._measure, args=[time.monotonic()], daemon=True)
         self.timer.start()
 
@@ -124,7 +125,7 @@ class Run:
         return text.replace(str(Path.home()), "~")
 
     def lines(self, pattern: str) -> list[str]:
-        """Return the lines of the output that contain the pattern."""
+        """Return the lines of the output that match the pattern."""
         return [line for line in self.output.splitlines() if re.search(pattern, line)]
 
     def report(self) -> list[str]:
@@ -159,7 +160,7 @@ class Run:
 
 
 class Lab:
-    """Starts runs, prints what they show, and notes what is not as expected.
+    """Starts runs, prints parts of their output, and collects what was not as expected.
 
     timeout: how many seconds a rank waits for the others. output: the folder for all files.
     """
@@ -188,21 +189,21 @@ class Lab:
         """Print a title and the lines below it."""
         print(f"\n--- {title}")
         for line in lines.splitlines() if isinstance(lines, str) else lines:
-            # The command to resume with, and what torch repeats for each tensor, are no symptoms.
+            # Leave out the command that resumes the run, and what torch repeats for each tensor.
             line = re.sub(r"(gone or out of reach \(.*?\);) .*", r"\1 ...", line.rstrip())
             line = re.sub(r"(, )?TensorDeviceTypes=TensorOptions\(.*?\)\)", "", line)
             print(re.sub(r" +Tensor Tensor devices: .*", "", line))
         sys.stdout.flush()
 
     def show_end(self, run: Run, pattern: str | None, report: bool = False) -> None:
-        """Wait for the end of a run. Print the lines with the pattern, and torchrun's report."""
+        """Wait until a run has ended. Print the lines that match, and torchrun's report."""
         run.wait()
         lines = (run.lines(pattern) if pattern else []) + (run.report() if report else [])
         self.show(f"what you see (full output: {run.log})", lines)
         print(f"torchrun exited with status {run.status} after {run.seconds:.0f} s", flush=True)
 
     def expect(self, condition: bool, expectation: str) -> None:
-        """If the condition does not hold, print the expectation and note it."""
+        """If the condition is false, print the expectation and add it to the surprises."""
         if not condition:
             self.surprises.append(expectation)
             self.show(f"NOT AS EXPECTED: {expectation}")
@@ -269,7 +270,7 @@ class Lab:
     def train(
         self, name: str, *patches: str, args: tuple = (), launch: tuple = TWO_PROCESSES, **env
     ) -> Run:
-        """Start a patched copy of train_llm.py, or return the run that has done the same before."""
+        """Start a patched train_llm.py, or return an earlier run with the same arguments."""
         key = (patches, args, launch, tuple(env.items()))
         if key not in self.trainings:
             script = self.write_train_script(name, "@@\n".join(patches))

@@ -1,4 +1,4 @@
-"""A network interface that does not exist, and a rendezvous address that nobody can reach."""
+"""A network interface that does not exist, and a rendezvous address that cannot be reached."""
 
 import shutil
 import socket
@@ -6,7 +6,7 @@ import subprocess
 
 from faults.lab import Lab
 
-# No machine has this address: https://datatracker.ietf.org/doc/html/rfc5737 reserves it.
+# No machine has this address, because RFC 5737 reserves it for documentation.
 UNREACHABLE = "198.51.100.1"
 
 
@@ -14,14 +14,14 @@ def show_fault(lab: Lab) -> None:
     launch = ("--nnodes", 2, "--nproc-per-node", 1, "--rdzv-backend", "c10d", "--rdzv-id", "lab")
     launch += ("--rdzv-endpoint", f"{UNREACHABLE}:29400")
     launch += ("--rdzv-conf", f"read_timeout={lab.timeout}")
-    nobody = lab.train("no-route", launch=launch)
-    run = lab.train("no-route", GLOO_SOCKET_IFNAME="ib7")
-    lab.show_end(run, "gone or out of reach")
-    lab.expect_failure(run, "Unable to find address for: ib7")
+    wrong_address = lab.train("no-route", launch=launch)
+    wrong_interface = lab.train("no-route", GLOO_SOCKET_IFNAME="ib7")
+    lab.show_end(wrong_interface, "gone or out of reach")
+    lab.expect_failure(wrong_interface, "Unable to find address for: ib7")
     names = [name for _, name in socket.if_nameindex()]
     lab.show("the interfaces of this machine (ip -br address)", " ".join(names))
-    lab.show_end(nobody, "RendezvousConnectionError: ")
-    lab.expect_failure(nobody, "RendezvousConnectionError")
+    lab.show_end(wrong_address, "RendezvousConnectionError: ")
+    lab.expect_failure(wrong_address, "RendezvousConnectionError")
     lab.show(f"is there a route to {UNREACHABLE}, and does it answer?", try_to_reach(29400))
 
 
@@ -33,7 +33,7 @@ def show_fix(lab: Lab) -> None:
 
 
 def try_to_reach(port: int) -> list[str]:
-    """Return what the routing table says about the address, and the result of a connection."""
+    """Return the route to the address, and the result of a connection attempt."""
     lines = []
     if shutil.which("ip"):
         command = ["ip", "route", "get", UNREACHABLE]

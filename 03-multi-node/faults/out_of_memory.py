@@ -11,7 +11,7 @@ LIMITED = """\
      # --- train ---
 +    import resource
 +
-+    if rank == 1:  # as if its machine had half a GiB left
++    if rank == 1:  # allow half a GiB more than it uses now
 +        with open("/proc/self/statm") as statm:
 +            used = int(statm.read().split()[0]) * resource.getpagesize()
 +        resource.setrlimit(resource.RLIMIT_AS, (used + 2**29, used + 2**29))
@@ -19,12 +19,12 @@ LIMITED = """\
 KILLED = """\
          state["step"] += 1
 +        if rank == 1 and state["step"] == 7:
-+            os.kill(os.getpid(), signal.SIGKILL)  # what the kernel sends
++            os.kill(os.getpid(), signal.SIGKILL)  # as the kernel does
 """
 
 
 def show_fault(lab: Lab) -> None:
-    need_linux()
+    require_linux()
     run = lab.train("out-of-memory", LIMITED, args=(*LARGE, "-b", 96))
     lab.show_end(run, r"tokens per step|^1\| .*Error: .*you tried to allocate", report=True)
     lab.expect_failure(run, "you tried to allocate")
@@ -40,13 +40,13 @@ def show_fault(lab: Lab) -> None:
 
 
 def show_fix(lab: Lab) -> None:
-    need_linux()
+    require_linux()
     run = lab.train("out-of-memory", LIMITED, args=(*LARGE, "-b", 8))
     lab.show_end(run, r"tokens per step|\| loss")
     trained = run.status == 0 and len(run.metrics) == 2
     lab.expect(trained, "smaller micro-batches should fit within the limit")
 
 
-def need_linux() -> None:
+def require_linux() -> None:
     if sys.platform != "linux":
-        raise InputError("out-of-memory needs a memory limit of Linux: choose another fault.")
+        raise InputError("out-of-memory works only on Linux: choose another fault.")

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from faults.lab import Lab, Run
 
-SHAPES = '''"""Sum numbers over ranks that have different amounts of them: SECONDS SIZE SIZE."""
+SHAPES = '''"""Sum tensors whose sizes differ between ranks: shapes.py TIMEOUT_S SIZE_0 SIZE_1."""
 
 import datetime
 import sys
@@ -13,8 +13,8 @@ import sys
 import torch
 import torch.distributed as dist
 
-seconds, *sizes = map(int, sys.argv[1:])
-dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=seconds))
+timeout_s, *sizes = map(int, sys.argv[1:])
+dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=timeout_s))
 rank = dist.get_rank()
 numbers = torch.ones(sizes[rank])
 dist.all_reduce(numbers)

@@ -15,8 +15,8 @@ SKIPPED = """\
 -        if state["step"] % args.eval_freq == 0 or last:
 +        if rank == 0 and (state["step"] % args.eval_freq == 0 or last):
 """
-# With NCCL the watchdog writes Flight Recorder's files. gloo has no watchdog, so here a thread of
-# each rank writes them, as soon as the lab creates the file `dump`.
+# With NCCL the watchdog writes Flight Recorder's files. gloo has no watchdog, so a thread of each
+# rank writes them when the lab creates the file `dump`.
 FLIGHT_RECORDER = """\
      # --- model ---
 +    import faulthandler, pathlib, threading, time
@@ -31,8 +31,8 @@ FLIGHT_RECORDER = """\
 +    threading.Thread(target=write_flight_recorder, args=[folder], daemon=True).start()
 +    faulthandler.register(signal.SIGUSR2)  # prints the stack
 """
-# In torch 2.13, DDP on a gloo group whose collectives are checked ends with a segmentation fault.
-# This gives DDP a group without checks. The default group checks all other collectives.
+# In torch 2.13, TORCH_DISTRIBUTED_DEBUG=DETAIL makes DDP on gloo crash with a segmentation fault.
+# So DDP gets a group whose collectives are not checked. The default group checks all others.
 UNCHECKED_DDP = """\
 +    dist.set_debug_level(dist.DebugLevel.OFF)
      ddp_model = DistributedDataParallel(
@@ -94,7 +94,7 @@ def show_stacks(lab: Lab, run: Run) -> dict[int, str]:
         lab.show(title, [f"    {frame}" for frame in frames[:6]])
         stacks[rank] = "\n".join(frames)
     if not spy:
-        lab.show("py-spy is not installed. It needs no change of the script: pip install py-spy")
+        lab.show("py-spy is not installed. It works with any script: pip install py-spy")
     return stacks
 
 

@@ -2,7 +2,7 @@
 
 from faults.lab import Lab, Run
 
-UNEVEN = '''"""Train for one epoch, in which rank 1 has one batch more than rank 0: SECONDS."""
+UNEVEN = '''"""Train for one epoch. Rank 1 has one batch more than rank 0: uneven.py TIMEOUT_S."""
 
 import datetime
 import gc
@@ -13,7 +13,8 @@ import torch.distributed as dist
 from torch.distributed.algorithms.join import Join
 from torch.nn.parallel import DistributedDataParallel
 
-dist.init_process_group("gloo", timeout=datetime.timedelta(seconds=int(sys.argv[1])))
+timeout = datetime.timedelta(seconds=int(sys.argv[1]))
+dist.init_process_group("gloo", timeout=timeout)
 rank = dist.get_rank()
 ddp_model = DistributedDataParallel(torch.nn.Linear(1, 1))
 batches = [torch.ones(2, 1)] * (3 + rank)
@@ -30,9 +31,8 @@ dist.destroy_process_group()
 '''
 MONITORED_BARRIER = """\
 -dist.barrier()
-+# It does not use the timeout of the group. Its own timeout is 30 minutes by default.
-+seconds = datetime.timedelta(seconds=int(sys.argv[1]))
-+dist.monitored_barrier(timeout=seconds, wait_all_ranks=True)
++# monitored_barrier ignores the timeout of the group. Its own default is 30 minutes.
++dist.monitored_barrier(timeout=timeout, wait_all_ranks=True)
 """
 EQUAL_NUMBERS = """\
 +fewest = torch.tensor(len(batches))

@@ -22,7 +22,7 @@ START_METHOD = "spawn"
 
 
 class Ranks:
-    """Processes that train one run after the other. After a failure, new ones are started."""
+    """Processes that train the runs one after another. After a failure, new processes start."""
 
     def __init__(self, number: int) -> None:
         self.number, self.run_number, self.context = number, 0, None
@@ -31,7 +31,8 @@ class Ranks:
     def train(self, run: argparse.Namespace) -> tuple[str, dict | str]:
         """Return ("done", what rank 0 measured), or ("left_out" or "failed", the reason).
 
-        If a rank fails or the time is up, all ranks are killed: some may wait in a collective.
+        If a rank fails or the time is up, all ranks are killed, because some may be waiting in a
+        collective.
         """
         self.run_number += 1
         if self.context is None:
@@ -54,7 +55,7 @@ class Ranks:
             while time.monotonic() < deadline and not self.store.check([f"{key}/answer"]):
                 self.context.join(0.1)
         except ProcessExitedException as error:
-            answer = f"a rank ended with status {error.exit_code}"
+            answer = f"a rank exited with status {error.exit_code}"
         if self.store.check([f"{key}/answer"]):
             status, answer = json.loads(self.store.get(f"{key}/answer"))
         if status == "failed":
@@ -69,7 +70,7 @@ class Ranks:
 
 
 def be_rank(rank: int, run_number: int, port: int, environments: list[dict[str, str]]) -> None:
-    """Train the runs from this number on; rank 0, or a rank that fails, gives the answer."""
+    """Train all runs from run_number on. Rank 0, or a rank that fails, reports the answer."""
     os.environ |= environments[rank]
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the process that started the ranks
     device = torch.device(f"cuda:{rank}" if torch.cuda.is_available() else "cpu")

@@ -6,12 +6,13 @@ import re
 import statistics
 from pathlib import Path
 
-from common.cli import InputError, describe_machine
+from common.cli import InputError
 
+from comparison.machine import describe_machine
 from comparison.training import PHASES, PRECISIONS, STRATEGIES, after_warmup
 
 PARTS = ("loss", "speed", "largest")
-# The arguments that all rows of a result file have in common.
+# All rows of a result file have the same values of these arguments.
 SETTINGS = ("model_name", "dataset_name", "seq_length", "batch_size", "global_batch_size")
 SETTINGS += ("steps", "speed_steps", "lr", "compile", "threads")
 
@@ -44,7 +45,7 @@ def open_results(args: argparse.Namespace) -> dict:
 
 
 def add_row(content: dict, row: dict) -> dict:
-    """Add a row to the results, if it is not there yet, and return the one that is there."""
+    """Add a row to the results if it is new, and return the row in the results."""
     rows = content["results"]["rows"]
     found = [each for each in rows if label(each) == label(row)]
     if not found:
@@ -60,7 +61,9 @@ def read(path: Path) -> dict:
         settings, _, _ = (content["results"][key] for key in ("settings", "rows", "added_by"))
         content["machine"]["cpu"], *(settings[name] for name in SETTINGS)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{path} is not a result file of compare.py ({error}).") from error
+        raise InputError(
+            f"{path} is not a result file of compare.py ({error}): give another file."
+        ) from error
     return content
 
 
@@ -77,7 +80,9 @@ def write(path: Path, content: dict) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     except OSError as error:
-        raise InputError(f"Cannot write to {path} ({error.strerror}).") from error
+        raise InputError(
+            f"Cannot write to {path} ({error.strerror}): give another --output."
+        ) from error
 
 
 def summarize(runs: list[dict], reference: dict[int, float]) -> dict[str, object]:
@@ -121,7 +126,7 @@ def last_losses(runs: list[dict]) -> dict[int, float | None]:
 
 
 def table(rows: list[dict]) -> str:
-    """Return the table of the rows, and below it why other rows are not in it."""
+    """Return the table of the rows, and below it the reasons why rows are missing."""
     head = ("tokens/s", "slowest", "fastest", *PHASES, "GiB", "last loss")
     lines, reasons = [_line("", *head, "minus fp32 on one device")], {}
     for row in rows:
@@ -214,9 +219,10 @@ def _draw_losses(axes, rows: list[dict], tokens: int | None) -> None:
     for row in rows:
         runs = [run["losses"] for run in row["runs"] if run["part"] == "loss"]
         losses = [statistics.mean(step) for step in zip(*runs, strict=True) if None not in step]
-        unit = tokens / row["summary"]["loss"]["tokens_per_s"] if tokens else 1
-        x, style = [unit * (n + 1) for n in range(len(losses))], styles[row["strategy"]]
-        axes.plot(x, losses, color=_color(row), linestyle=style, label=label(row))
+        per_step = tokens / row["summary"]["loss"]["tokens_per_s"] if tokens else 1
+        x = [per_step * (n + 1) for n in range(len(losses))]
+        style = {"color": _color(row), "linestyle": styles[row["strategy"]]}
+        axes.plot(x, losses, **style, label=label(row))
     axes.set_ylabel("loss in nats per token")
     axes.legend(ncols=3, fontsize="small")
 

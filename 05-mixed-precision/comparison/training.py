@@ -23,8 +23,8 @@ from common import models
 from common.cli import InputError
 from common.data import ResumableSampler, load_sequences, split_batch
 from common.distributed import gather
-from common.precision import COMPUTE_DTYPES, check_precision, convert_to_fp8
 from common.timers import PhaseTimers, flops_per_token
+from precision import COMPUTE_DTYPES, check_precision, convert_to_fp8
 
 try:
     import horovod.torch as hvd
@@ -216,12 +216,12 @@ def train(run: argparse.Namespace, rank: int, device: torch.device) -> dict[str,
 
 
 def after_warmup(windows: list) -> list:
-    """Return all windows but the first third, in which memory is allocated and code compiled."""
+    """Leave out the first third of the windows, in which memory is allocated and code compiled."""
     return windows[math.ceil(len(windows) / 3) :]
 
 
 class Loss(nn.Module):
-    """Computes only the loss of a model, under autocast if there is a dtype.
+    """Computes only the loss of a model, under autocast if dtype is given.
 
     This is for nn.DataParallel, which would otherwise gather all logits on one GPU. Autocast is
     inside, because DataParallel's threads do not inherit the dtype of an autocast around them.

@@ -10,7 +10,6 @@ import logging
 import os
 import re
 import shutil
-import threading
 from pathlib import Path
 
 import xxhash
@@ -20,15 +19,16 @@ from common.cli import InputError
 from common.data import Sequences
 from common.distributed import check_agreement, gather, rank_and_world_size
 from common.storage import (
+    as_os_errors,
     exists,
     explain_store_errors,
     is_folder,
     is_remote,
     local_run_dir,
-    put,
     read_text,
     remove_folder,
     size_and_stamp,
+    upload,
 )
 
 logger = logging.getLogger(__name__)
@@ -164,16 +164,18 @@ def make_room(run_dir: Path, unfinished: Path, step: int, settings: dict[str, ob
     These are what a kill has left and what could not be deleted before. So there is never more
     than one checkpoint in addition to those that are kept. Raises OSError if one cannot be deleted.
 
-    In a store, the new checkpoint is written under its final name. If state.json lists a checkpoint
-    of that name, the entry is removed first: after a kill it would describe the wrong files.
+    If state.json lists checkpoints that are not older than `step`, because the run was reset to an
+    older one, their entries are removed first. Their files will be replaced, so after a kill
+    state.json would describe the wrong files.
     """
-    finish_removal()
-    if is_remote(run_dir):
-        _remove_all_but(_drop_stale(run_dir, step, settings), run_dir)
-        return
-    shutil.rmtree(unfinished, ignore_errors=True)
-    if records := _read_records(run_dir):  # without records, it is unknown what may be deleted
-        _remove_all_but(records, run_dir)
+    records = _read_records(run_dir)
+    valid = [r for r in records if r["step"] < step and is_folder(run_dir / r["path"])]
+    if valid != records:
+        _write_records(run_dir, settings, valid)
+    if not is_remote(run_dir):
+        shutil.rmtree(unfinished, ignore_errors=True)
+    if valid:  # without records, it is unknown what may be deleted
+        _remove_all_but(valid, run_dir)
 
 
 def commit_checkpoint(
@@ -192,37 +194,16 @@ def commit_checkpoint(
 
     files: what Writer.measure returned on all ranks.
     """
-    records = _drop_stale(run_dir, step, settings)
     if unfinished != run_dir / path:
         shutil.rmtree(run_dir / path, ignore_errors=True)
         unfinished.replace(run_dir / path)
-    records = [*records, {"step": step, "path": path.as_posix(), "files": files}][-keep:]
-    _write_record(run_dir, settings, records)
-    if is_remote(run_dir):
-        _remove_all_but(records, run_dir)
-        return
-    # The new checkpoint is safe, so the training does not wait until the disk has deleted others.
-    removal = threading.Thread(target=_try_removal, args=(records, run_dir))
+    record = {"step": step, "path": path.as_posix(), "files": files}
+    records = [*_read_records(run_dir), record][-keep:]
+    _write_records(run_dir, settings, records)
     try:
-        removal.start()
-        _removals.append(removal)
-    except RuntimeError:  # an asynchronous save at the end of the process cannot start a thread
-        _try_removal(records, run_dir)
-
-
-_removals: list[threading.Thread] = []  # at most one
-
-
-def finish_removal() -> None:
-    """Wait until older checkpoints are deleted."""
-    while _removals:
-        _removals.pop().join()
-
-
-def _try_removal(records: list[dict], run_dir: Path) -> None:
-    try:
-        _remove_all_but(records, run_dir)
-    except OSError as error:
+        with as_os_errors():
+            _remove_all_but(records, run_dir)
+    except OSError as error:  # the next make_room tries again
         name = error.filename or run_dir / "checkpoints"
         logger.warning("an older checkpoint cannot be deleted: %s (%s)", name, error.strerror)
 
@@ -234,35 +215,19 @@ def _remove_all_but(records: list[dict], run_dir: Path) -> None:
             remove_folder(folder)
 
 
-def _drop_stale(run_dir: Path, step: int, settings: dict[str, object]) -> list[dict]:
-    """Remove from state.json checkpoints that are gone or not older than `step`; return the rest.
-
-    Checkpoints that are not older exist if the run was reset to an older one. Their files will be
-    replaced, so after a kill state.json would describe the wrong files.
-    """
-    records = _read_records(run_dir)
-    valid = [r for r in records if r["step"] < step and is_folder(run_dir / r["path"])]
-    if valid != records:
-        _write_record(run_dir, settings, valid)
-    return valid
-
-
 def _read_records(run_dir: Path) -> list[dict]:
     file = run_dir / "state.json"
     return json.loads(file.read_text(encoding="utf-8"))["checkpoints"] if exists(file) else []
 
 
-def _write_record(run_dir: Path, settings: dict[str, object], records: list[dict]) -> None:
-    content = {"format": FORMAT, "training": settings, "checkpoints": records}
-    if is_remote(run_dir):
-        text = json.dumps(content, indent=1)
-        put(run_dir / "state.json", text)
-        # Job scripts compare this copy before and after a start, to see whether the run advances.
-        (local_run_dir(run_dir) / "state.json").write_text(text, encoding="utf-8")
-        return
-    temporary = run_dir / "state.json.tmp"
+def _write_records(run_dir: Path, settings: dict[str, object], records: list[dict]) -> None:
+    """Replace state.json. Job scripts read the local file, to see whether the run advances."""
+    local = local_run_dir(run_dir) / "state.json"
+    temporary = local.with_suffix(".json.tmp")
     with temporary.open("w", encoding="utf-8") as file:
+        content = {"format": FORMAT, "training": settings, "checkpoints": records}
         json.dump(content, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
-    temporary.replace(run_dir / "state.json")
+    temporary.replace(local)
+    upload(run_dir, "state.json")

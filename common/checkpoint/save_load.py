@@ -21,7 +21,7 @@ from common.checkpoint.files import Reader, Writer, cause_of
 from common.checkpoint.manifest import commit_checkpoint, make_room
 from common.cli import InputError
 from common.distributed import gather, rank_and_world_size
-from common.storage import explain_store_errors, is_remote
+from common.storage import explain_store_errors, is_remote, upload
 
 
 def save_checkpoint(
@@ -38,10 +38,9 @@ def save_checkpoint(
     state: "step", and other numbers and tensors that are equal on all ranks.
     settings: from fixed_settings. keep: how many checkpoints to keep, the newest ones.
 
-    The files are written to a temporary folder, which is then renamed. (A store cannot rename, so
-    there the folder has its final name at once.) After that, state.json is replaced. If the process
-    is killed at any moment, the last complete checkpoint can still be loaded. Raises InputError if
-    the checkpoint cannot be written, for example on a full disk; older checkpoints are kept.
+    If the process is killed at any moment, the last complete checkpoint can still be loaded. Raises
+    InputError if the checkpoint cannot be written, for example on a full disk; older checkpoints
+    are kept.
     """
     content = collect_content(model, optimizer, lr_scheduler, state)
     write_content(run_dir, content, settings, keep)
@@ -188,6 +187,7 @@ def write_content(
             written = {info.relative_path for info in metadata.storage_data.values()}
             missing = written - files.keys()
             assert not missing, f"written but not seen, is the file system shared? {missing}"
+            upload(run_dir, "metrics.jsonl")
             commit_checkpoint(run_dir, path, unfinished, step, settings, files, keep)
     failures = gather(failures, group)
     if failures:

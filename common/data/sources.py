@@ -1,12 +1,10 @@
 """Where documents come from: the built-in corpus, local files and folders, addresses, the hub."""
 
-import errno
 import hashlib
 import json
 import logging
 import os
 import re
-import shutil
 import sysconfig
 import time
 from collections.abc import Callable, Iterable
@@ -15,12 +13,9 @@ from pathlib import Path, PurePosixPath
 from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple
 
-from filelock import FileLock
-from huggingface_hub import constants
-
 from common.cli import InputError
 from common.models import not_found, prepare_for_hub
-from common.storage import as_path, explain_store_errors, is_remote, stamp_of
+from common.storage import as_path, cached_folder, explain_store_errors, is_remote, stamp_of
 
 if TYPE_CHECKING:
     import datasets  # see import_datasets
@@ -278,18 +273,12 @@ def is_held_out(key: str) -> bool:
 
 # --- addresses ---
 
-LOCAL_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES)
-CANNOT_CACHE = "Cannot write to the cache {} ({}): set HF_HOME to another folder."
-
 
 @explain_store_errors
 def mirror(address: str, suffixes: tuple[str, ...]) -> Path:
     """Return a local copy of a remote file, or of a folder's visible files with these suffixes.
 
-    The copy is below HF_HOME, in a folder whose name depends on the address and on what the store
-    says about each file (size, stamp or time). If a file changes, all are downloaded to a new
-    folder. Other processes of this machine that need the same files wait for the first one.
-
+    If the store reports another size, stamp or time of a file, all are downloaded to a new folder.
     Raises InputError if there is no such file, the store fails, or the copy cannot be written.
     """
     path = as_path(address)
@@ -311,33 +300,19 @@ def mirror(address: str, suffixes: tuple[str, ...]) -> Path:
         (name, info["size"], stamp_of(info) or [str(info.get(key)) for key in times])
         for name, info in wanted.items()
     ]
-    cache = Path(constants.HF_HOME) / "remote-data"
-    folder = cache / hashlib.sha256(repr((address, facts)).encode()).hexdigest()[:32]
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-        with FileLock(f"{folder}.lock"):
-            if not folder.exists():
-                _download(path, root, wanted, folder)
-    except OSError as error:
-        if error.errno not in LOCAL_ERRORS:
-            raise
-        raise InputError(CANNOT_CACHE.format(cache, error.strerror)) from error
-    return folder / PurePosixPath(root).name if root in wanted else folder
-
-
-def _download(path: Path, root: str, wanted: dict[str, dict], folder: Path) -> None:
-    """Download all files to a temporary folder, and rename it to `folder` at the end."""
-    start = time.perf_counter()
-    unfinished = folder.with_suffix(".unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
     base = root.rpartition("/")[0] if root in wanted else root
-    targets = {name: unfinished / name.removeprefix(f"{base}/") for name in wanted}
-    for target in targets.values():
-        target.parent.mkdir(parents=True, exist_ok=True)
-    path.fs.get(list(targets), [str(target) for target in targets.values()])
-    for name, target in targets.items():
-        if (size := target.stat().st_size) != wanted[name]["size"]:
-            raise OSError(f"{name} has {wanted[name]['size']} bytes, and {size} arrived")
-    unfinished.replace(folder)
-    megabytes = sum(info["size"] for info in wanted.values()) / 1e6
-    logger.info("fetched %s: %.1f MB in %.1f s", path, megabytes, time.perf_counter() - start)
+
+    def fill(folder: Path) -> None:
+        start = time.perf_counter()
+        targets = {name: folder / name.removeprefix(f"{base}/") for name in wanted}
+        for target in targets.values():
+            target.parent.mkdir(parents=True, exist_ok=True)
+        path.fs.get(list(targets), [str(target) for target in targets.values()])
+        for name, target in targets.items():
+            if (size := target.stat().st_size) != wanted[name]["size"]:
+                raise OSError(f"{name} has {wanted[name]['size']} bytes, and {size} arrived")
+        megabytes = sum(info["size"] for info in wanted.values()) / 1e6
+        logger.info("fetched %s: %.1f MB in %.1f s", path, megabytes, time.perf_counter() - start)
+
+    folder = cached_folder("remote-data", (address, facts), fill)
+    return folder / PurePosixPath(root).name if root in wanted else folder

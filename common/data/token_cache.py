@@ -4,20 +4,18 @@ import argparse
 import hashlib
 import json
 import logging
-import shutil
 import time
 from pathlib import Path
 
 import numpy as np
 import torch
-from filelock import FileLock
-from huggingface_hub import constants
 from torch.utils.data import DataLoader, Dataset
 from transformers import PreTrainedTokenizerBase
 
 from common.cli import InputError
 from common.data.dataset import Sequences
-from common.data.sources import CANNOT_CACHE, find_source
+from common.data.sources import find_source
+from common.storage import cached_folder
 
 logger = logging.getLogger(__name__)
 
@@ -32,37 +30,21 @@ def load_sequences(
 
     The documents are tokenized and concatenated in order, with the end-of-text token after each
     document, and cut into sequences of seq_length tokens; a shorter rest is dropped. The result
-    does not depend on args.num_workers. It is cached below HF_HOME; other processes that need the
-    same tokens at the same time wait for the first one.
+    does not depend on args.num_workers. It is cached below HF_HOME.
 
     Raises InputError for an unknown data set or column, or a corpus shorter than one sequence.
     """
     source = find_source(args.dataset_name, args.dataset_subset, args.text_column)
     encoding = (tokenizer.eos_token_id, _tokenizer_rules(tokenizer))
-    key = repr((CACHE_VERSION, source.fingerprint, encoding, seq_length))
-    cache = Path(constants.HF_HOME) / "packed-blocks"
-    folder = cache / hashlib.sha256(key.encode()).hexdigest()[:32]
-    try:
-        cache.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(f"{folder}.lock").acquire()
-    except (OSError, NotImplementedError) as error:  # a cluster's file system may not have locks
-        reason = getattr(error, "strerror", None) or error
-        raise InputError(CANNOT_CACHE.format(cache, reason)) from error
-    with lock:
-        if not folder.exists():
-            start = time.perf_counter()
-            unfinished = folder.with_suffix(".unfinished")
-            shutil.rmtree(unfinished, ignore_errors=True)
-            splits = zip(("train", "evaluation"), source.load(), strict=True)
-            try:
-                unfinished.mkdir()
-                for split, documents in splits:
-                    pack_documents(unfinished / split, documents, tokenizer, args.num_workers)
-                unfinished.replace(folder)
-            except OSError as error:
-                shutil.rmtree(unfinished, ignore_errors=True)
-                raise InputError(CANNOT_CACHE.format(cache, error.strerror)) from error
-            logger.info("tokenized %s in %.1f s", args.dataset_name, time.perf_counter() - start)
+
+    def fill(folder: Path) -> None:
+        start = time.perf_counter()
+        for split, documents in zip(("train", "evaluation"), source.load(), strict=True):
+            pack_documents(folder / split, documents, tokenizer, args.num_workers)
+        logger.info("tokenized %s in %.1f s", args.dataset_name, time.perf_counter() - start)
+
+    key = (CACHE_VERSION, source.fingerprint, encoding, seq_length)
+    folder = cached_folder("packed-blocks", key, fill)
     train = _map_tokens(folder / "train", seq_length)
     evaluation = _map_tokens(folder / "evaluation", seq_length)
     for split, sequences in (("training", train), ("evaluation", evaluation)):

@@ -2,9 +2,11 @@
 
 import json
 import os
+import sys
 from pathlib import Path
 
-from common.cli import describe_machine
+sys.path.append(str(Path(__file__).parents[2] / "05-mixed-precision"))
+from comparison.machine import describe_machine
 
 RESULTS = Path(__file__).parent / "results"
 
