@@ -110,7 +110,7 @@ def run(main: Callable[[], None]) -> NoReturn:
 
 
 def _explain(error: Exception) -> tuple[str | None, int]:
-    """Return a one-line error message and an exit status; None and 1 if a traceback is better."""
+    """Return an error message and an exit status, or None and 1 if a traceback is better."""
     text = str(error)
     if isinstance(error, InputError):
         return text, 2
@@ -125,7 +125,13 @@ def _explain(error: Exception) -> tuple[str | None, int]:
     unreachable = isinstance(error, dist.DistNetworkError | dist.DistStoreError)
     if unreachable or (isinstance(error, RuntimeError) and "/gloo/" in text):
         reason = re.sub(r"^\[.*?\] |\. This is typically .*", "", text.splitlines()[0])
-        return f"The other ranks are gone or out of reach ({reason}); {_resume_command}", 1
+        # The cause may also be in the script: a collective that the ranks do not call alike.
+        frames = traceback.extract_tb(error.__traceback__)
+        own = [frame for frame in frames if "site-packages" not in frame.filename][-1]
+        return (
+            f"{own.filename}, line {own.lineno}: {own.line}\n"
+            f"The other ranks are gone or out of reach ({reason}); {_resume_command}"
+        ), 1
     return None, 1
 
 
@@ -136,7 +142,7 @@ def _print_error(sentence: str, status: int) -> None:
         # When rank 0 has exited, the launcher sends SIGTERM. Then this rank has nothing to add.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         wait_for_rank_0(status)
-        sentence = f"[rank {rank}] {sentence}"
+        sentence = "\n".join(f"[rank {rank}] {line}" for line in sentence.splitlines())
     print(sentence, file=sys.stderr, flush=True)
 
 

@@ -197,7 +197,9 @@ def test_a_port_in_use(flags, tmp_path):
     assert [finish(process) for process in processes] == [2, 1]
     (sentence,) = said_by_ranks(Path(files[0]).read_text())
     assert sentence.startswith(f"Port {other.port} is in use: give another MASTER_PORT")
-    (sentence,) = said_by_ranks(Path(files[1]).read_text())
+    where, sentence = said_by_ranks(Path(files[1]).read_text())
+    begin = r"\[rank 1\] .*/02-ddp/train_llm.py, line \d+: "
+    assert re.match(begin + r"dist.init_process_group\(", where)
     assert sentence.startswith("[rank 1] The other ranks are gone or out of reach (")
 
 
@@ -206,7 +208,8 @@ def test_ranks_that_never_come(flags, tmp_path):
     arguments = [*flags, "-e", "run", "--dist-timeout", 2]
     place = {**PLACE, "MASTER_PORT": free_port()}
     assert finish(start(arguments, env=place, chapter="02-ddp", stderr_file=file)) == 1
-    (sentence,) = said_by_ranks(Path(file).read_text())
+    where, sentence = said_by_ranks(Path(file).read_text())
+    assert re.match(r".*/02-ddp/train_llm.py, line \d+: dist.init_process_group\(", where)
     assert sentence.startswith("The other ranks are gone or out of reach (Timed out")
 
 
@@ -423,7 +426,7 @@ def test_an_error_of_another_rank_alone_is_said_by_it(flags, tmp_path):
     assert Ranks(2, arguments, **options).finish() == [1, 2]
     said = [said_by_ranks(Path(file).read_text()) for file in files]
     assert said[1] == ["[rank 1] The disk of this node is full."]
-    assert said[0][0].startswith("The other ranks are gone or out of reach")
+    assert said[0][1].startswith("The other ranks are gone or out of reach")
 
 
 def fail_on_rank_1() -> None:

@@ -45,15 +45,9 @@ def load_sequences(
 
     key = (CACHE_VERSION, source.fingerprint, encoding, seq_length)
     folder = cached_folder("packed-blocks", key, fill)
-    train = _map_tokens(folder / "train", seq_length)
-    evaluation = _map_tokens(folder / "evaluation", seq_length)
-    for split, sequences in (("training", train), ("evaluation", evaluation)):
-        if len(sequences) == 0:
-            raise InputError(
-                f"The {split} part of {args.dataset_name} is shorter than one sequence of "
-                f"{seq_length} tokens: give more text or a smaller --seq-length."
-            )
-    return train, evaluation
+    train = _map_tokens(folder / "train", seq_length, f"training part of {args.dataset_name}")
+    part = f"evaluation part of {args.dataset_name}"
+    return train, _map_tokens(folder / "evaluation", seq_length, part)
 
 
 def _tokenizer_rules(tokenizer: PreTrainedTokenizerBase) -> str:
@@ -63,13 +57,15 @@ def _tokenizer_rules(tokenizer: PreTrainedTokenizerBase) -> str:
     return repr((type(tokenizer).__name__, sorted(tokenizer.get_vocab().items())))
 
 
-def _map_tokens(path: Path, seq_length: int) -> Sequences:
+def _map_tokens(path: Path, seq_length: int, part: str) -> Sequences:
     facts = json.loads(path.with_suffix(".json").read_text())
     shape = (facts["tokens"] // seq_length, seq_length)
-    if shape[0]:
-        tokens = np.memmap(path.with_suffix(".bin"), facts["dtype"], mode="r", shape=shape)
-    else:  # an empty file cannot be mapped
-        tokens = np.zeros(shape, facts["dtype"])
+    if shape[0] == 0:
+        raise InputError(
+            f"The {part} is shorter than one sequence of {seq_length} tokens: give more text or a "
+            "smaller --seq-length."
+        )
+    tokens = np.memmap(path.with_suffix(".bin"), facts["dtype"], mode="r", shape=shape)
     return Sequences(tokens, facts["digest"], facts["tokens"] / max(1, facts["bytes"]))
 
 

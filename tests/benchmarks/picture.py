@@ -9,9 +9,12 @@ file.
 
 import argparse
 import functools
+import sys
 from pathlib import Path
 
 import report
+
+sys.path.append(str(Path(__file__).parents[1]))
 from runner import load_script
 
 from common import models
