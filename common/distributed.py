@@ -89,15 +89,15 @@ def run(main: Callable[[], None]) -> NoReturn:
     ranks cannot be reached (both with a one-line error message), and 130 after Ctrl-C. Every
     other exception shows its traceback, and the status is 1.
     """
-    status = 0
+    # Each _exit() comes before the variables of main() are freed: that of a process group can hang.
     try:
         main()
     except SystemExit as error:
-        status = error.code or 0
+        _exit(error.code or 0)
     except KeyboardInterrupt:
-        status = 130
         if os.environ.get("RANK", "0") == "0":  # Ctrl-C reaches all ranks
             print(f"Interrupted; {_resume_command}", file=sys.stderr, flush=True)
+        _exit(130)
     except Exception as error:
         sentence, status = _explain(error)
         if sentence is None:
@@ -106,7 +106,8 @@ def run(main: Callable[[], None]) -> NoReturn:
             _print_error(sentence, status)
             if isinstance(error, OSError):
                 os._exit(status)  # the exit handlers of libraries would fail to write, too
-    _exit(status)
+        _exit(status)
+    _exit(0)
 
 
 def _explain(error: Exception) -> tuple[str | None, int]:
@@ -125,7 +126,6 @@ def _explain(error: Exception) -> tuple[str | None, int]:
     unreachable = isinstance(error, dist.DistNetworkError | dist.DistStoreError)
     if unreachable or (isinstance(error, RuntimeError) and "/gloo/" in text):
         reason = re.sub(r"^\[.*?\] |\. This is typically .*", "", text.splitlines()[0])
-        # The cause may also be in the script: a collective that the ranks do not call alike.
         frames = traceback.extract_tb(error.__traceback__)
         own = [frame for frame in frames if "site-packages" not in frame.filename][-1]
         return (

@@ -140,13 +140,13 @@ def note_what_is_read() -> None:
 
 def read_whole_tensors() -> None:
     """The planted bug: every rank reads all, and keeps its part."""
-    by_saved_names = models._by_saved_names
+    by_saved_name = models._tensors_by_saved_name
 
     def whole(*args: object) -> dict[str, torch.Tensor]:
-        return {name: tensor.full_tensor() for name, tensor in by_saved_names(*args).items()}
+        return {name: tensor.full_tensor() for name, tensor in by_saved_name(*args).items()}
 
     note_what_is_read()
-    models._by_saved_names = whole
+    models._tensors_by_saved_name = whole
 
 
 def train_pretrained(

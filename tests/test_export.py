@@ -22,7 +22,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from common import distributed, models
-from common.checkpoint import manifest, save_checkpoint
+from common.checkpoint import manifest, save_checkpoint, trained
 from common.checkpoint.manifest import describe_model
 
 SCRIPT = ROOT / "04-fsdp/export.py"
@@ -84,9 +84,8 @@ def runs(make_folder) -> Path:
 def export(monkeypatch, capfd):
     """Return a function that runs the script in this process and returns what it printed."""
 
-    def run(*args: object, plant=lambda script: None) -> str:
+    def run(*args: object) -> str:
         script = load_script(SCRIPT)
-        plant(script)
         monkeypatch.setattr(sys, "argv", ["export.py", *map(str, args)])
         capfd.readouterr()
         script.main()
@@ -283,32 +282,31 @@ def test_nothing_but_the_weights_is_read(runs, export, tmp_path, monkeypatch):
     assert sorted(read) == sorted(f"model.{name}" for name, _ in model.named_parameters())
 
 
-def leave_out_loading(script) -> None:
-    script.dcp = type("dcp", (), {"load": lambda content, **_: None})
+def leave_out_loading(content, **options) -> None:
+    pass
 
 
-def swap_two(script) -> None:
-    def load(content, **options):
-        dcp.load(content, **options)
-        one, two = (content["model"][f"transformer.h.{n}.mlp.c_fc.weight"] for n in (0, 1))
-        kept = one.clone()
-        one.copy_(two)
-        two.copy_(kept)
-
-    script.dcp = type("dcp", (), {"load": load})
+def swap_two(content, **options) -> None:
+    LOAD(content, **options)
+    one, two = (content["model"][f"transformer.h.{n}.mlp.c_fc.weight"] for n in (0, 1))
+    kept = one.clone()
+    one.copy_(two)
+    two.copy_(kept)
 
 
-def change_one_number(script) -> None:
-    def load(content, **options):
-        dcp.load(content, **options)
-        content["model"]["transformer.ln_f.bias"][3] += 1e-3
-
-    script.dcp = type("dcp", (), {"load": load})
+def change_one_number(content, **options) -> None:
+    LOAD(content, **options)
+    content["model"]["transformer.ln_f.bias"][3] += 1e-3
 
 
-@pytest.mark.parametrize("plant", [leave_out_loading, swap_two, change_one_number])
-def test_planted_bug_is_noticed(plant, runs, export, tmp_path):
-    export(runs / "gpt2", tmp_path / "model", plant=plant)
+LOAD = dcp.load
+
+
+@pytest.mark.parametrize("bug", [leave_out_loading, swap_two, change_one_number])
+def test_planted_bug_is_noticed(bug, runs, export, tmp_path, monkeypatch):
+    with monkeypatch.context() as patch:
+        patch.setattr(trained.dcp, "load", bug)
+        export(runs / "gpt2", tmp_path / "model")
     with pytest.raises(AssertionError):
         compare(tmp_path / "model", read_run(runs / "gpt2", "gpt2-tiny", 4))
 

@@ -590,7 +590,7 @@ def planted(copy):
 
 @pytest.mark.slow
 def test_planted_name_with_the_time_begins_anew(lab, planted):
-    job = planted(job=('STABLE="job-$SLURM_JOB_ID"', 'STABLE="job-$(date +%s)"'))
+    job = planted(job=('DEFAULT_NAME="job-$SLURM_JOB_ID"', 'DEFAULT_NAME="job-$(date +%s)"'))
     name = "timed"
     words = [f"--output={lab.folder}/{name}.log", job, *lab.flags(name)[2:]]
     env = lab.environment(name, NPROC_PER_NODE=1, PAUSE=PAUSE)

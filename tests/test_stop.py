@@ -210,7 +210,7 @@ def test_the_processes_that_prepare_data_are_told_too(runs, chapter):
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 def test_planted_workers_that_end_are_noticed(runs, tmp_path):
-    where = "        worker_init_fn=launch.ignore_stop_signals,"
+    where = "        worker_init_fn=distributed.ignore_stop_signals,"
     chapter = plant(STOPPING[0], tmp_path / "chapter", [(where, "        #")])
     options = {"signals": (), "plant": functools.partial(signal_the_family, 1)}
     name = "workers-that-end"
