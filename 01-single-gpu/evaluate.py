@@ -31,18 +31,17 @@ def get_args() -> argparse.Namespace:
     parser = cli.ArgumentParser(description=__doc__)
     add = parser.add_argument_group("model").add_argument
     add("trained", help="folder of a run or a model, or hub id")
-    add("-m", "--model-name", default="gpt2-tiny", help="model of the run, as in training")
-    add("--tokenizer-name", help="folder or hub id (default: the model's tokenizer)")
+    add("-m", "--model-name", help="preset, folder or hub id (default: the run's own)")
+    add("--tokenizer-name", help="folder or hub id (default: the run's or the model's own)")
     add("--step", type=at_least(1), help="step of the run's checkpoint (default: the last one)")
     add = parser.add_argument_group("text").add_argument
-    add("-d", "--dataset-name", default="python-stdlib", help="preset, file, folder or hub id")
+    add("-d", "--dataset-name", help="preset, file, folder or hub id (default: the run's own)")
     add("--dataset-subset", help="configuration of a hub data set")
     add("--text-column", help="column that holds the text (default: text)")
     add("--split", default="evaluation", choices=["evaluation", "train", "all"], help="data part")
     add("-s", "--seq-length", type=at_least(2), help="tokens per window (default: as in training)")
     add("--stride", type=at_least(1), help="tokens between window starts (default: --seq-length)")
     add("-b", "--batch-size", default=8, type=at_least(1), help="windows per device and batch")
-    add("--num-workers", default=0, type=at_least(0), help="processes that tokenize")
     add("--output", type=Path, help="JSON file to write; it must not exist yet")
     return parser.parse_args()
 
@@ -69,12 +68,25 @@ def main() -> None:
         raise InputError(f"--stride {stride} would leave out tokens: give at most {seq_length}.")
 
     # --- text ---
+    note = ""
+    if args.dataset_name is None:
+        own = trained.sources
+        args.dataset_name = own.get("dataset_name", "python-stdlib")
+        args.dataset_subset = args.dataset_subset or own.get("dataset_subset")
+        args.text_column = args.text_column or own.get("text_column")
+        note = "" if own else ", because it is unknown what the model was trained on"
     train, evaluation = load_sequences(args, tokenizer, seq_length)
     chosen = {"train": [train], "evaluation": [evaluation], "all": [train, evaluation]}[args.split]
-    # part.tokens holds only full sequences. The file holds all tokens.
-    streams = [np.memmap(part.tokens.filename, part.tokens.dtype, mode="r") for part in chosen]
-    n_tokens = sum(map(len, streams))
-    n_bytes = round(sum(len(x) / p.tokens_per_byte for x, p in zip(streams, chosen, strict=True)))
+    streams, n_bytes = [], 0
+    for part in chosen:
+        for file in getattr(part.tokens, "parts", [part.tokens]):  # of ready-made tokens, one each
+            # A file holds all tokens, but this map of it only full sequences.
+            count = (Path(file.filename).stat().st_size - file.offset) // file.dtype.itemsize
+            streams.append(np.memmap(file.filename, file.dtype, "r", file.offset, (count,)))
+            n_bytes += count / part.tokens_per_byte
+    n_tokens, n_bytes = sum(map(len, streams)), round(n_bytes)
+    if hasattr(train.tokens, "parts"):
+        note += "; the number of bytes is an estimate, because its text is unknown"
     # GPT-2 has no unknown token. Its unk_token is the end-of-text token.
     unknown = {tokenizer.unk_token_id} - {None, tokenizer.eos_token_id}
     n_unknown = sum(int(np.isin(stream, list(unknown)).sum()) for stream in streams)
@@ -108,7 +120,7 @@ def main() -> None:
         "perplexity": loss.exp().item(),
         "bits_per_byte": loss.item() / math.log(2) * n_tokens / n_bytes,
     }
-    print(f"{trained.origin} on the {args.split} part of {args.dataset_name}")
+    print(f"{trained.origin} on the {args.split} part of {args.dataset_name}{note}")
     print(f"windows of {seq_length} tokens, one every {stride}; ranks: {world_size}")
     line = "{tokens:,} tokens, {unknown:,} unknown, {scored_tokens:,} scored, {bytes:,} bytes"
     print(line.format(**results))

@@ -15,6 +15,7 @@ from transformers import GenerationConfig
 
 from common import cli, distributed
 from common.cli import InputError, above_zero, at_least, share
+from common.models import render_chat
 
 from trained_model import TrainedModel, load_trained
 
@@ -23,13 +24,14 @@ def get_args() -> argparse.Namespace:
     parser = cli.ArgumentParser(description=__doc__)
     add = parser.add_argument_group("model").add_argument
     add("trained", help="folder of a run or a model, or hub id")
-    add("-m", "--model-name", default="gpt2-tiny", help="model of the run, as in training")
-    add("--tokenizer-name", help="folder or hub id (default: the model's tokenizer)")
+    add("-m", "--model-name", help="preset, folder or hub id (default: the run's own)")
+    add("--tokenizer-name", help="folder or hub id (default: the run's or the model's own)")
     add("--step", type=at_least(1), help="step of the run's checkpoint (default: the last one)")
     add = parser.add_mutually_exclusive_group().add_argument
     add("-p", "--prompt", help="text to continue (default: each line of stdin)")
     add("--prompts", type=Path, help="file with one prompt per line")
     add = parser.add_argument_group("text").add_argument
+    add("--chat", action="store_true", help="answer each prompt, through the chat template")
     add("-n", "--num-samples", default=1, type=at_least(1), help="texts per prompt")
     add("-b", "--batch-size", default=8, type=at_least(1), help="limit of texts per batch")
     add("--max-new-tokens", default=64, type=at_least(1), help="limit of tokens after the prompt")
@@ -114,6 +116,9 @@ def answer(prompts: list[str], trained: TrainedModel, args: argparse.Namespace) 
     rows = []
     for prompt in prompts:
         text = prompt.encode(errors="replace").decode()  # bytes that are not UTF-8
+        if args.chat:
+            messages = [{"role": "user", "content": text}]
+            text = render_chat(tokenizer, messages, add_generation_prompt=True)
         # An empty prompt starts a new document: in training, one follows each end-of-text token.
         ids = tokenizer(text, add_special_tokens=False)["input_ids"] or [end]
         if (room := positions - len(ids)) < args.max_new_tokens:
@@ -130,7 +135,7 @@ def answer(prompts: list[str], trained: TrainedModel, args: argparse.Namespace) 
         for number, (ids, new) in enumerate(zip(batch, tokens.tolist(), strict=True), start):
             new = new[: new.index(end)] if end in new else new
             prompt, sample = divmod(number, args.num_samples)
-            text = tokenizer.decode(ids + new, skip_special_tokens=True)
+            text = tokenizer.decode(new if args.chat else ids + new, skip_special_tokens=True)
             yield {
                 "prompt": prompts[prompt],
                 "sample": sample + 1,

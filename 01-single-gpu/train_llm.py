@@ -4,20 +4,26 @@ python 01-single-gpu/train_llm.py
 """
 
 import argparse
+import gc
 import logging
 import math
 
 import torch
-from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, set_seed
 
 from common import cli, distributed, models
-from common.checkpoint import find_checkpoint, fixed_settings, load_checkpoint, save_checkpoint
+from common.checkpoint import (
+    check_finite,
+    find_checkpoint,
+    fixed_settings,
+    load_checkpoint,
+    save_checkpoint,
+)
 from common.cli import at_least
 from common.data import ResumableSampler, describe_batch, load_sequences, split_batch
-from common.models import sample_text
+from common.gradients import clip_grad_norm
 from common.timers import PhaseTimers, flops_per_token
 from common.tracker import Tracker, make_run_dir
 
@@ -54,6 +60,7 @@ def get_args() -> argparse.Namespace:
     add = parser.add_argument_group("every N steps").add_argument
     add("--log-freq", default=10, type=at_least(1), help="steps between log lines")
     add("--eval-freq", default=200, type=at_least(1), help="steps between evaluations")
+    add("--eval-sequences", default=512, type=at_least(1), help="limit for one evaluation")
     add("--ckpt-freq", default=50, type=at_least(1), help="steps between checkpoints")
     add("--keep-checkpoints", default=2, type=at_least(1), help="how many checkpoints to keep")
     return parser.parse_args()
@@ -115,7 +122,7 @@ def main() -> None:
         generator=torch.Generator(),
     )
     # All batches have the same shape: torch.compile would recompile for a smaller last batch.
-    eval_data = eval_data.pad_to_multiple(micro_batch_size * world_size)
+    eval_data = eval_data.sample(args.eval_sequences).pad_to_multiple(micro_batch_size * world_size)
     eval_dataloader = DataLoader(
         eval_data,
         batch_size=micro_batch_size,
@@ -148,7 +155,6 @@ def main() -> None:
 
     # --- resume ---
     run_dir = make_run_dir(args.save_dir, distributed.experiment_name(args), rank)
-    logger.info(f"the run's folder is {run_dir}; {distributed.resume_command(run_dir.name)}")
     set_seed(args.seed + rank)  # Python's, NumPy's and PyTorch's RNGs, for dropout
     # Saved with the weights, the optimizer and the schedule: all that the next step depends on.
     state = {"step": 0, "logged_step": 0, "running_loss": torch.zeros((), device=device)}
@@ -159,8 +165,9 @@ def main() -> None:
         load_checkpoint(checkpoint, model, optimizer, lr_scheduler, state)
         logger.info(f"resumed after step {state['step']} of {total_steps}")
     if state["step"] == total_steps:
-        logger.info(f"this run is complete: all of its {total_steps} steps are done")
+        logger.info(distributed.describe_complete_run(run_dir, total_steps))
         return
+    logger.info(f"the run's folder is {run_dir}; {distributed.resume_command(run_dir.name)}")
 
     # --- train ---
     logger.info(describe_batch(micro_batch_size, world_size, accumulation, seq_length))
@@ -170,6 +177,11 @@ def main() -> None:
     timers = PhaseTimers(device)
     batches = None
     model.train()  # turns dropout on, if the model has any
+    # Python's garbage collector would pause some steps for up to 0.4 s. From here on it ignores
+    # what already exists, and it runs only when a step is logged.
+    gc.collect()
+    gc.freeze()
+    gc.disable()
     while state["step"] < total_steps:
         epoch, epoch_step = divmod(state["step"], steps_per_epoch)
         if batches is None or epoch_step == 0:
@@ -190,7 +202,7 @@ def main() -> None:
             state["running_loss"] += loss.detach()  # .item() would make the host wait for the GPU
         with timers("update"):
             # Limits what one bad batch can do to the weights. Returns the norm before clipping.
-            grad_norm = nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+            grad_norm = clip_grad_norm(model, args.max_grad_norm)
             optimizer.step()
             step_lr = lr_scheduler.get_last_lr()[0]  # the learning rate of this step
             lr_scheduler.step()
@@ -201,7 +213,9 @@ def main() -> None:
         progress_bar.update()
         last = state["step"] == total_steps
         metrics = {"step": state["step"]}
-        # Only here does the host wait for the GPU: .item() reads its memory.
+        # In these steps the host waits for the GPU, because it reads numbers from its memory.
+        if state["step"] % args.log_freq == 0 or state["step"] % args.ckpt_freq == 0 or last:
+            check_finite(run_dir, state, grad_norm)  # a run that has diverged stops here
         if state["step"] % args.log_freq == 0 or last:
             metrics |= {
                 "epoch": epoch,
@@ -212,6 +226,7 @@ def main() -> None:
             }
             state["logged_step"] = state["step"]
             state["running_loss"].zero_()
+            gc.collect()
         if state["step"] % args.eval_freq == 0 or last:
             with timers("evaluate"):
                 metrics |= evaluate(model, eval_dataloader, device, eval_data.tokens_per_byte)
@@ -225,7 +240,7 @@ def main() -> None:
                 )
     progress_bar.close()
     tracker.finish()
-    sample = sample_text(model, tokenizer, device, args.dataset_name, seq_length, args.seed)
+    sample = models.sample_text(model, tokenizer, device, args.dataset_name, seq_length, args.seed)
     logger.info(distributed.final_report(run_dir, metrics, *sample))
 
 
@@ -234,7 +249,7 @@ def evaluate(model, dataloader: DataLoader, device: torch.device, tokens_per_byt
     """Return the loss in nats per token, the perplexity and the bits per byte of all tokens."""
     model.eval()  # turns dropout off
     total = torch.zeros(2, dtype=torch.float64, device=device)  # sum of losses, number of tokens
-    for batch in dataloader:
+    for batch in cli.progress(dataloader, "evaluation"):
         batch = {key: t.to(device, non_blocking=True) for key, t in batch.items()}
         n_tokens = (batch["labels"][:, 1:] != -100).sum()  # padding has the label -100
         loss_sum = torch.where(n_tokens > 0, model(**batch).loss * n_tokens, 0)

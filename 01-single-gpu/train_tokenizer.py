@@ -5,6 +5,7 @@ python 01-single-gpu/train_tokenizer.py my-tokenizer
 
 import argparse
 import shlex
+import shutil
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +17,6 @@ from transformers import PreTrainedTokenizerFast
 from common import cli, distributed
 from common.cli import InputError, at_least
 from common.data.sources import find_source
-from common.models import check_new_folder, complete_folder
 
 if TYPE_CHECKING:
     import datasets
@@ -49,7 +49,8 @@ def get_args() -> argparse.Namespace:
 def main() -> None:
     args = get_args()
     target = args.target
-    check_new_folder(target)
+    if target.exists():
+        raise InputError(f"{target} already exists: give another folder, or delete it.")
     if args.kind == "bpe" and args.vocab_size <= N_BYTES:
         raise InputError(
             f"--vocab-size {args.vocab_size} is too small for the {N_BYTES} bytes and the "
@@ -65,11 +66,23 @@ def main() -> None:
     tokenizer = train(args.kind, args.vocab_size, args.min_frequency, parts["training"])
     counts = measure(tokenizer, parts["evaluation"])
 
-    # The tokenizers library raises a plain Exception, for example on a full disk.
-    with complete_folder(target, (Exception,)) as unfinished:
-        tokenizer.save_pretrained(unfinished)
+    try:
+        tokenizer.save_pretrained(target)
+    except Exception as error:  # the tokenizers library raises it, for example on a full disk
+        shutil.rmtree(target, ignore_errors=True)
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(
+            f"{target} could not be written ({reason}): make room, or give another folder."
+        ) from error
     known_tokens = 1 - counts["unknown tokens"] / counts["tokens"]
     known_characters = 1 - counts["unknown characters"] / sizes["evaluation"]
+    flags = ["--tokenizer-name", str(target)]
+    if args.dataset_name != "python-stdlib":
+        flags += ["-d", args.dataset_name]
+    if args.dataset_subset:
+        flags += ["--dataset-subset", args.dataset_subset]
+    if args.text_column:
+        flags += ["--text-column", args.text_column]
     print(
         f"{target}: {KINDS[args.kind]}, {len(tokenizer):,} tokens, trained on "
         f"{sizes['training']:,} characters of {args.dataset_name}\n"
@@ -77,8 +90,7 @@ def main() -> None:
         f"{counts['tokens'] / sizes['evaluation']:.3f} tokens per character\n"
         f"the vocabulary covers {known_characters:.2%} of these characters and {known_tokens:.2%} "
         f"of the tokens; {counts['unknown tokens']:,} tokens are unknown\n"
-        "to train with it: python 01-single-gpu/train_llm.py --tokenizer-name "
-        f"{shlex.quote(str(target))}"
+        f"to train with it: python 01-single-gpu/train_llm.py {shlex.join(flags)}"
     )
 
 

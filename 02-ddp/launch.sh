@@ -24,7 +24,7 @@ fi
 PLAN=$("$PYTHON" -m common.distributed "$@")
 { read -r NAME && read -r SAVE_DIR && read -r PROCESSES && read -r THREADS; } <<<"$PLAN"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$THREADS}"
-# The script prints this command in its last line, which says how to resume the run.
+# The script prints this command in its log, to say how to resume the run.
 export LAUNCH_COMMAND="${NPROC_PER_NODE:+NPROC_PER_NODE=$NPROC_PER_NODE }bash 02-ddp/launch.sh"
 # Show the lines of rank 0 without torchrun's prefix, because they already contain the rank.
 # shellcheck disable=SC2016

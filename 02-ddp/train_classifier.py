@@ -6,6 +6,7 @@ torchrun --standalone --nproc-per-node 2 02-ddp/train_classifier.py
 import argparse
 import contextlib
 import datetime
+import gc
 import logging
 import math
 import os
@@ -25,6 +26,7 @@ from common import cli, distributed, models
 from common.cli import at_least
 from common.data import IGNORED
 from common.distributed import gather, rank_and_world_size
+from common.gradients import clip_grad_norm
 from common.timers import PhaseTimers
 from common.tracker import Tracker, make_run_dir
 
@@ -125,7 +127,7 @@ def main() -> None:
     # The head reads the last token of a text that is not padding.
     model.config.pad_token_id = tokenizer.pad_token_id
     model.to(device)  # before the optimizer is made, which keeps references to the parameters
-    # Copies rank 0's weights to all ranks. Averages the gradients during each backward pass.
+    # Copies rank 0's weights to all ranks. Averages the gradients during the backward pass.
     ddp_model = DistributedDataParallel(model, gradient_as_bucket_view=True)
 
     # --- data ---
@@ -167,11 +169,16 @@ def main() -> None:
     tracker = Tracker(run_dir, {**vars(args), "lr": lr, "total_steps": total_steps}, 0, rank)
     progress_bar = cli.progress_bar(total_steps, 0, rank)
     timers = PhaseTimers(device)
-    step, logged_step, best_epoch, best_loss = 0, 0, 0, math.nan
+    step, logged_step, best_epoch, best_loss = 0, 0, 0, math.inf
     # On this rank since the last log: sum of losses, correct predictions, loss terms, examples,
     # tokens. An example has one loss term with a head, otherwise one per token of its label.
     sums = torch.zeros(5, dtype=torch.float64, device=device)
     model.train()  # turns dropout on, if the model has any
+    # Python's garbage collector would pause some steps for up to 0.4 s. From here on it ignores
+    # what already exists, and it runs only when a step is logged.
+    gc.collect()
+    gc.freeze()
+    gc.disable()
     while step < total_steps:
         epoch, epoch_step = divmod(step, steps_per_epoch)
         if epoch_step == 0:
@@ -187,7 +194,7 @@ def main() -> None:
             with timers("data"):
                 batch = next(batches)
                 batch = {key: t.to(device, non_blocking=True) for key, t in batch.items()}
-            # Gradients add up locally. Only the last backward pass averages them over the ranks.
+            # Gradients add up locally until the last backward pass averages them over the ranks.
             sync = contextlib.nullcontext if micro_batch == micro_batches - 1 else ddp_model.no_sync
             with timers("forward"), sync():
                 losses, predictions = score(ddp_model, batch)
@@ -199,7 +206,7 @@ def main() -> None:
             correct = (predictions == batch["labels"]) & (batch["index"] >= 0)
             sums += torch.cat((torch.stack((losses.detach().sum(), correct.sum())), batch["n"]))
         with timers("update"):
-            grad_norm = nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+            grad_norm = clip_grad_norm(model, args.max_grad_norm)
             optimizer.step()
             step_lr = lr_scheduler.get_last_lr()[0]  # the learning rate of this step
             lr_scheduler.step()
@@ -210,6 +217,9 @@ def main() -> None:
         metrics = {"step": step}
         if step % args.log_freq == 0 or end_of_epoch:
             dist.all_reduce(sums)
+            # Equal on all ranks from here on. A run that has diverged stops here.
+            values = {"loss": sums[0], "gradient norm": grad_norm}
+            results.check_finite(values, step, run_dir, best_epoch)
             epoch_sums += sums
             metrics |= {
                 "epoch": epoch,
@@ -221,16 +231,18 @@ def main() -> None:
             }
             logged_step = step
             sums.zero_()
+            gc.collect()
         if end_of_epoch:
             with timers("evaluate"):
                 eval_loss, accuracy, _ = evaluate(model, splits["validation"], *eval_args)
+            results.check_finite({"evaluation loss": eval_loss}, step, run_dir, best_epoch)
             metrics |= {
                 "train_loss": (epoch_sums[0] / epoch_sums[2]).item(),
                 "train_accuracy": (epoch_sums[1] / epoch_sums[3]).item(),
                 "eval_loss": eval_loss,
                 "eval_accuracy": accuracy,
             }
-            if eval_loss < best_loss or math.isnan(best_loss):  # NaN: none yet, or it diverged
+            if eval_loss < best_loss:
                 best_loss, best_epoch = eval_loss, epoch + 1
                 if rank == 0:
                     with timers("save"):

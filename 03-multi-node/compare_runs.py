@@ -83,7 +83,7 @@ def main() -> None:
         raise InputError("The two runs logged no common step: use the same --log-freq for both.")
     found = first_difference(metrics)
     if found is None:
-        print(f"all {len(steps)} common logged steps are identical, up to step {steps[-1]}")
+        print(f"all {len(steps)} steps that both runs logged are identical, up to step {steps[-1]}")
     else:
         first, differences = found
         before = [step for step in steps if step < first]

@@ -42,7 +42,7 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$THREADS}"
 # A single node uses localhost, because its own host name may not resolve.
 ADDRESS=()
 [[ -n "${HEAD:-}" ]] || ADDRESS=(--local-addr localhost)
-# The script prints this command in its last line, which says how to resume the run.
+# The script prints this command in its log, to say how to resume the run.
 VARIABLES=
 for VARIABLE in NNODES HEAD NPROC_PER_NODE MAX_RESTARTS LAST_CALL; do
     [[ -z "${!VARIABLE:-}" ]] || VARIABLES+="$VARIABLE=${!VARIABLE} "

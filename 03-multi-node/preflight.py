@@ -34,7 +34,6 @@ def get_args() -> argparse.Namespace:
     add("--data-timeout", default=600, type=at_least(1), help="seconds to read code and data")
     add("--tokenize", action="store_true", help="compare tokens; fills the cache of each node")
     add("-s", "--seq-length", type=at_least(2), help="tokens (default: the model's limit, <= 1024)")
-    add("--num-workers", default=0, type=at_least(0), help="number of processes that tokenize")
     add("-m", "--model-name", default="gpt2-tiny", help="preset, folder or hub id")
     add("--tokenizer-name", help="folder or hub id (default: the model's)")
     add = parser.add_argument_group("network").add_argument

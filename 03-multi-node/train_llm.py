@@ -6,6 +6,7 @@ sbatch 03-multi-node/job.sbatch
 import argparse
 import contextlib
 import datetime
+import gc
 import logging
 import math
 import os
@@ -16,7 +17,6 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
@@ -25,10 +25,16 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, set_seed
 
 from common import cli, distributed, models
-from common.checkpoint import find_checkpoint, fixed_settings, load_checkpoint, save_checkpoint
+from common.checkpoint import (
+    check_finite,
+    find_checkpoint,
+    fixed_settings,
+    load_checkpoint,
+    save_checkpoint,
+)
 from common.cli import at_least
 from common.data import ResumableSampler, describe_batch, load_sequences, split_batch
-from common.models import sample_text
+from common.gradients import clip_grad_norm
 from common.timers import PhaseTimers, find_straggler, flops_per_token
 from common.tracker import Tracker, make_run_dir
 
@@ -64,10 +70,11 @@ def get_args() -> argparse.Namespace:
     add("--max-grad-norm", default=1.0, type=cli.above_zero, help="clip above this; inf: never")
     add("--num-epochs", default=0.6, type=at_least(0.0), help="passes over the data")
     add("--max-steps", type=at_least(1), help="number of steps; overrides --num-epochs")
-    add("--zero1", action="store_true", help="shard the optimizer state (chapter 4: always)")
+    add("--zero1", action="store_true", help="shard the optimizer state (chapters 4 and 5: always)")
     add = parser.add_argument_group("every N steps").add_argument
     add("--log-freq", default=10, type=at_least(1), help="steps between log lines")
     add("--eval-freq", default=200, type=at_least(1), help="steps between evaluations")
+    add("--eval-sequences", default=512, type=at_least(1), help="limit for one evaluation")
     add("--ckpt-freq", default=50, type=at_least(1), help="steps between checkpoints")
     add("--keep-checkpoints", default=2, type=at_least(1), help="how many checkpoints to keep")
     return parser.parse_args()
@@ -126,7 +133,7 @@ def main() -> None:
     model.to(device)  # before the optimizer is made, which keeps references to the parameters
     if args.compile:
         model.compile()  # unlike torch.compile(model), this keeps the parameter names
-    # Copies rank 0's weights to all ranks. Averages the gradients during each backward pass.
+    # Copies rank 0's weights to all ranks. Averages the gradients during the backward pass.
     ddp_model = DistributedDataParallel(
         model,
         gradient_as_bucket_view=True,  # gradients need no second copy in memory
@@ -151,7 +158,7 @@ def main() -> None:
         worker_init_fn=distributed.ignore_stop_signals,  # the signals reach data workers, too
     )
     # All batches have the same shape: torch.compile would recompile for a smaller last batch.
-    eval_data = eval_data.pad_to_multiple(micro_batch_size * world_size)
+    eval_data = eval_data.sample(args.eval_sequences).pad_to_multiple(micro_batch_size * world_size)
     eval_dataloader = DataLoader(
         eval_data,
         batch_size=micro_batch_size,
@@ -188,7 +195,6 @@ def main() -> None:
 
     # --- resume ---
     run_dir = make_run_dir(args.save_dir, distributed.experiment_name(args), rank)
-    logger.info(f"the run's folder is {run_dir}; {distributed.resume_command(run_dir.name)}")
     set_seed(args.seed + rank)  # Python's, NumPy's and PyTorch's RNGs, for dropout
     # Saved with the weights, the optimizer and the schedule: all that the next step depends on.
     state = {"step": 0, "logged_step": 0, "running_loss": torch.zeros((), device=device)}
@@ -199,10 +205,11 @@ def main() -> None:
         load_checkpoint(checkpoint, model, optimizer, lr_scheduler, state)
         logger.info(f"resumed after step {state['step']} of {total_steps}")
     if state["step"] == total_steps:
-        logger.info(f"this run is complete: all of its {total_steps} steps are done")
+        logger.info(distributed.describe_complete_run(run_dir, total_steps))
         dist.barrier()
         dist.destroy_process_group()
         return
+    logger.info(f"the run's folder is {run_dir}; {distributed.resume_command(run_dir.name)}")
 
     # --- train ---
     logger.info(describe_batch(micro_batch_size, world_size, accumulation, seq_length))
@@ -215,6 +222,11 @@ def main() -> None:
     barrier_tensor = torch.zeros((), device=device)
     batches = None
     model.train()  # turns dropout on, if the model has any
+    # Python's garbage collector would pause some steps for up to 0.4 s. From here on it ignores
+    # what already exists, and it runs only when a step is logged.
+    gc.collect()
+    gc.freeze()
+    gc.disable()
     while state["step"] < total_steps:
         epoch, epoch_step = divmod(state["step"], steps_per_epoch)
         if batches is None or epoch_step == 0:
@@ -227,7 +239,7 @@ def main() -> None:
             with timers("data"):
                 batch = next(batches)
                 batch = {key: t.to(device, non_blocking=True) for key, t in batch.items()}
-            # Gradients add up locally. Only the last backward pass averages them over the ranks.
+            # Gradients add up locally until the last backward pass averages them over the ranks.
             last_backward = micro_batch == accumulation - 1
             sync = contextlib.nullcontext if last_backward else ddp_model.no_sync
             with timers("forward"), sync():
@@ -242,7 +254,7 @@ def main() -> None:
             state["running_loss"] += loss.detach()  # .item() would make the host wait for the GPU
         with timers("update"):
             # Limits what one bad batch can do to the weights. Returns the norm before clipping.
-            grad_norm = nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+            grad_norm = clip_grad_norm(model, args.max_grad_norm)
             optimizer.step()
             step_lr = lr_scheduler.get_last_lr()[0]  # the learning rate of this step
             lr_scheduler.step()
@@ -254,11 +266,12 @@ def main() -> None:
         last = state["step"] == total_steps
         stop = False
         metrics = {"step": state["step"]}
+        # In these steps the host waits for the GPU, because it reads numbers from its memory.
         if state["step"] % args.log_freq == 0 or state["step"] % args.ckpt_freq == 0 or last:
             # All ranks train on equally many tokens, so the mean loss is the mean of their means.
             state["running_loss"] /= world_size
             dist.all_reduce(state["running_loss"])  # a sum, because gloo cannot average
-        # Only here does the host wait for the GPU: .item() reads its memory.
+            check_finite(run_dir, state, grad_norm)  # a run that has diverged stops here
         if state["step"] % args.log_freq == 0 or last:
             metrics |= {
                 "epoch": epoch,
@@ -269,12 +282,13 @@ def main() -> None:
             }
             metrics |= find_straggler(metrics["time/wait"])
             # A signal can reach only some ranks, or reach them in different steps. If any rank has
-            # received one, all ranks stop here. One that stopped alone would block the others.
+            # received one, all ranks stop here. A rank that stopped alone would block the others.
             stop_requests = torch.tensor(len(stop_signals), device=device)
             dist.all_reduce(stop_requests)
             stop = stop_requests.item() > 0 and not last
             state["logged_step"] = state["step"]
             state["running_loss"].zero_()
+            gc.collect()
         if state["step"] % args.eval_freq == 0 or last:
             with timers("evaluate"):
                 metrics |= evaluate(model, eval_dataloader, device, eval_data.tokens_per_byte)
@@ -296,7 +310,7 @@ def main() -> None:
         dist.barrier()
         dist.destroy_process_group()
         sys.exit(status)
-    sample = sample_text(model, tokenizer, device, args.dataset_name, seq_length, args.seed)
+    sample = models.sample_text(model, tokenizer, device, args.dataset_name, seq_length, args.seed)
     logger.info(distributed.final_report(run_dir, metrics, *sample))
     dist.barrier()  # a rank that exits early would look like a failure to the other ranks
     dist.destroy_process_group()
@@ -307,7 +321,7 @@ def evaluate(model, dataloader: DataLoader, device: torch.device, tokens_per_byt
     """Return the loss in nats per token, the perplexity and the bits per byte of all tokens."""
     model.eval()  # turns dropout off
     total = torch.zeros(2, dtype=torch.float64, device=device)  # sum of losses, number of tokens
-    for batch in dataloader:
+    for batch in cli.progress(dataloader, "evaluation"):
         batch = {key: t.to(device, non_blocking=True) for key, t in batch.items()}
         n_tokens = (batch["labels"][:, 1:] != -100).sum()  # padding has the label -100
         loss_sum = torch.where(n_tokens > 0, model(**batch).loss * n_tokens, 0)

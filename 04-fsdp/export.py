@@ -6,6 +6,7 @@ python 04-fsdp/export.py outputs/my-run my-model
 import argparse
 import re
 import shlex
+import tempfile
 from contextlib import suppress
 from pathlib import Path
 
@@ -16,8 +17,7 @@ from transformers.utils.logging import disable_progress_bar
 
 from common import cli, distributed, models
 from common.checkpoint import trained
-from common.cli import at_least
-from common.models import check_new_folder, complete_folder, let_others_read
+from common.cli import InputError, at_least
 from common.storage import as_path
 
 
@@ -32,8 +32,8 @@ def get_args() -> argparse.Namespace:
     add = parser.add_argument
     add("run", type=as_path, help="run folder, for example outputs/my-run")
     add("target", type=Path, help="folder to write; it must not exist yet")
-    add("-m", "--model-name", default="gpt2-tiny", help="preset, folder or hub id, as in training")
-    add("--tokenizer-name", help="folder or hub id (default: the model's tokenizer)")
+    add("-m", "--model-name", help="preset, folder or hub id (default: the run's own)")
+    add("--tokenizer-name", help="folder or hub id (default: the run's own)")
     add("--step", type=at_least(1), help="step of the checkpoint (default: the last one)")
     dtypes = ["float32", "bfloat16"]
     add("--param-dtype", choices=dtypes, help="of the weights (default: the run's)")
@@ -47,39 +47,54 @@ def main() -> None:
 
     # --- run ---
     target = args.target
-    check_new_folder(target)
+    if target.exists():
+        raise InputError(f"{target} already exists: give another folder, or delete it.")
     saved = trained.find_saved(args.run, args.step)
 
     # --- model ---
-    config = models.load_config(args.model_name)
+    sources = saved.settings.get("sources", {})  # older runs did not save them
+    note = "" if sources or args.model_name else ", assumed because the run does not name its own"
+    model_name = args.model_name or sources.get("model_name", "gpt2-tiny")
+    tokenizer_name = args.tokenizer_name or sources.get("tokenizer_name") or model_name
+    config = models.load_config(model_name)
     config.use_cache = True  # for generation; training turns it off
-    tokenizer = models.load_tokenizer(args.tokenizer_name or args.model_name)
+    tokenizer = models.load_tokenizer(tokenizer_name)
     models.check_sizes(config, tokenizer, None)  # adapts a preset's vocabulary to the tokenizer
-    model = trained.build_on_meta(saved, config, args.model_name)
-    models.check_sizes(config, tokenizer, saved.settings["seq_length"])
-    # Keeps the generation settings of the original model: end tokens, temperature.
-    with suppress(OSError, ValueError):
-        generation_config = GenerationConfig.from_pretrained(models.resolve_model(args.model_name))
-        generation_config.validate(strict=True)  # save_pretrained() does the same
-        model.generation_config = generation_config
 
     # --- weights ---
     dtype = args.param_dtype or saved.settings["param_dtype"]
-    weights = trained.load_weights(saved, model, getattr(torch, dtype))
+    model, weights = trained.load_weights(saved, config, model_name, getattr(torch, dtype))
+    models.check_sizes(config, tokenizer, saved.settings["seq_length"])
     model.load_state_dict(weights, strict=False, assign=True)  # assign: without a copy
     model.tie_weights()
     assert not any(tensor.is_meta for tensor in model.state_dict().values())
+    # Keeps the generation settings of the original model: end tokens, temperature.
+    with suppress(OSError, ValueError):
+        generation_config = GenerationConfig.from_pretrained(models.resolve_model(model_name))
+        generation_config.validate(strict=True)  # save_pretrained() does the same
+        model.generation_config = generation_config
 
     # --- folder ---
-    with complete_folder(target, (OSError, SafetensorError)) as unfinished:
-        model.save_pretrained(unfinished, max_shard_size=args.max_shard_size)
-        tokenizer.save_pretrained(unfinished)
-        let_others_read(unfinished)
+    # A rename at the end, so the target is complete if it exists, even if the process is killed.
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as folder:
+            unfinished = Path(folder) / target.name
+            model.save_pretrained(unfinished, max_shard_size=args.max_shard_size)
+            tokenizer.save_pretrained(unfinished)
+            models.let_others_read(unfinished)
+            unfinished.replace(target)
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise InputError(
+            f"{target} could not be written ({reason}): make room, or give another folder."
+        ) from error
     size = sum(file.stat().st_size for file in target.iterdir())
     name = shlex.quote(str(target))
     print(
-        f"{target}: step {saved.step} of {args.run}, {model.num_parameters():,} parameters in "
-        f"{dtype}, {size / 1e6:,.1f} MB\n"
+        f"{target}: step {saved.step} of {args.run} "
+        f"(model {model_name}, tokenizer {tokenizer_name}{note})\n"
+        f"{model.num_parameters():,} parameters in {dtype}, {size / 1e6:,.1f} MB\n"
         f"to train it further: bash 04-fsdp/launch.sh --pretrained -m {name}\n"
         f"in Python: transformers.AutoModelForCausalLM.from_pretrained({str(target)!r})"
     )

@@ -141,9 +141,8 @@ def get_args() -> argparse.Namespace:
     add("--accumulation", default=1, type=at_least(1), help="micro-batches per step")
     add("--reduce-every-backward", action="store_true", help="reduce after each micro-batch")
     add = parser.add_argument_group("shard").add_argument
-    on = {"action": argparse.BooleanOptionalAction, "default": True}
-    add("--reshard-after-forward", **on, help="free weights after forward, gather them again")
-    add("--prefetch", default=1, type=at_least(0), help="layers gathered ahead; 0: FSDP decides")
+    default_on = {"default": True, "action": argparse.BooleanOptionalAction}
+    add("--reshard-after-forward", **default_on, help="free weights between forward and backward")
     add("--hsdp", action="store_true", help="shard within nodes, replicate over nodes")
     return parser.parse_args()
 

@@ -33,14 +33,13 @@ attention masks, and the activations that compiled layers of Llama recompute on 
 
 import math
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import partial
 
 import torch
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from torch.utils.weak import WeakIdKeyDictionary
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
@@ -63,7 +62,6 @@ class Options:
     activation_checkpointing: str = "none"
     reshard_after_forward: bool = True
     reduce_every_backward: bool = False
-    prefetch: int = 1
     hsdp: bool = False
     cpu_offload: bool = False
     compile: bool = False
@@ -182,10 +180,9 @@ def gathered_bytes(
     if phase == "forward" and layer < 0:  # the root's buffer is freed when layer 0 is copied out
         buffers = [root, layers[0], layers[0]]
     elif phase == "forward":
-        buffers = layers[layer : layer + 1 + options.prefetch]
+        buffers = [layers[layer]]
     elif options.reshard_after_forward:  # otherwise nothing is gathered again
-        ahead = max(1, options.prefetch) if phase == "backward" else 1
-        buffers = layers[max(0, layer - ahead) : max(0, layer)]
+        buffers = layers[max(0, layer - 1) : max(0, layer)]
     if phase == "backward":
         buffers += sent[layer + 1 : -1][:1]
     return root + sum(current) + sum(buffers) * (ranks_per_shard_group(options) > 1)
@@ -281,13 +278,12 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        for tensor in tree_leaves(result):
-            if isinstance(tensor, torch.Tensor):
-                storage = tensor.untyped_storage()
-                if storage not in self.known:
-                    self.known[storage] = storage.nbytes()
-                    self.alive += storage.nbytes()
-                    weakref.finalize(storage, self.forget, storage.nbytes()).atexit = False
+        for tensor in tensors_in(result):
+            storage = tensor.untyped_storage()
+            if storage not in self.known:
+                self.known[storage] = storage.nbytes()
+                self.alive += storage.nbytes()
+                weakref.finalize(storage, self.forget, storage.nbytes()).atexit = False
         self.phases[-1][2] = max(self.phases[-1][2], self.alive)
         return result
 
@@ -296,6 +292,15 @@ class LiveBytes(TorchDispatchMode):
 
     def start(self, phase: str, layer: int) -> None:
         self.phases.append([phase, layer, self.alive])
+
+
+def tensors_in(result: object) -> Iterator[torch.Tensor]:
+    """Yield the tensors that an operation returned: one, or several in tuples and lists."""
+    if isinstance(result, torch.Tensor):
+        yield result
+    elif isinstance(result, tuple | list):
+        for item in result:
+            yield from tensors_in(item)
 
 
 class GpuKernels(TorchFunctionMode):

@@ -5,6 +5,7 @@ bash 04-fsdp/launch.sh
 
 import argparse
 import datetime
+import gc
 import logging
 import math
 import os
@@ -15,7 +16,6 @@ from functools import partial
 
 import torch
 import torch.distributed as dist
-from torch import nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import record
@@ -30,11 +30,17 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, set_seed
 
 from common import cli, distributed, models
-from common.checkpoint import find_checkpoint, fixed_settings, load_checkpoint, save_checkpoint
+from common.checkpoint import (
+    check_finite,
+    find_checkpoint,
+    fixed_settings,
+    load_checkpoint,
+    save_checkpoint,
+)
 from common.checkpoint.asynchronous import AsyncCheckpoints
 from common.cli import at_least
 from common.data import ResumableSampler, describe_batch, load_sequences, split_batch
-from common.models import sample_text
+from common.gradients import clip_grad_norm
 from common.timers import PhaseTimers, find_straggler, flops_per_token
 from common.tracker import Tracker, make_run_dir
 
@@ -72,16 +78,16 @@ def get_args() -> argparse.Namespace:
     add("--max-grad-norm", default=1.0, type=cli.above_zero, help="clip above this; inf: never")
     add("--num-epochs", default=0.6, type=at_least(0.0), help="passes over the data")
     add("--max-steps", type=at_least(1), help="number of steps; overrides --num-epochs")
-    add("--zero1", action="store_true", help="shard the optimizer state (chapter 4: always)")
-    on = {"default": True, "action": argparse.BooleanOptionalAction}
-    add("--reshard-after-forward", **on, help="free weights after forward, gather them again")
+    add("--zero1", action="store_true", help="shard the optimizer state (chapters 4 and 5: always)")
+    default_on = {"default": True, "action": argparse.BooleanOptionalAction}
+    add("--reshard-after-forward", **default_on, help="free weights between forward and backward")
     add("--reduce-every-backward", action="store_true", help="less memory, more traffic")
-    add("--prefetch", default=1, type=at_least(0), help="layers gathered ahead; 0: FSDP decides")
     add("--hsdp", action="store_true", help="shard within nodes, replicate over nodes")
     add("--cpu-offload", action="store_true", help="keep shards in host memory")
     add = parser.add_argument_group("every N steps").add_argument
     add("--log-freq", default=10, type=at_least(1), help="steps between log lines")
     add("--eval-freq", default=200, type=at_least(1), help="steps between evaluations")
+    add("--eval-sequences", default=512, type=at_least(1), help="limit for one evaluation")
     add("--ckpt-freq", default=50, type=at_least(1), help="steps between checkpoints")
     add("--keep-checkpoints", default=2, type=at_least(1), help="how many checkpoints to keep")
     add("--async-checkpoint", action="store_true", help="train while a checkpoint is written")
@@ -159,14 +165,11 @@ def main() -> None:
     for layer in layers:
         fully_shard(layer, reshard_after_forward=args.reshard_after_forward, **sharding)
     fully_shard(model, **sharding)
-    for i in range(len(layers) if args.prefetch else 0):
-        layers[i].set_modules_to_forward_prefetch(layers[i + 1 : i + 1 + args.prefetch])
-        layers[i].set_modules_to_backward_prefetch(layers[max(0, i - args.prefetch) : i][::-1])
     total_bytes = sum(parameter.nbytes for parameter in model.parameters())
     local_bytes = sum(parameter.to_local().nbytes for parameter in model.parameters())
     logger.info(f"rank 0 holds {local_bytes:,} of the weights' {total_bytes:,} bytes")
     shard_device = "cpu" if args.cpu_offload else device
-    # Weights, gradients and two moments; an asynchronous save copies all but the gradients.
+    # Weights, gradients and Adam's two moments; an asynchronous save copies no gradients.
     if args.cpu_offload:
         distributed.check_memory((4 + 3 * args.async_checkpoint) * local_bytes, "--cpu-offload")
     model.to_empty(device=shard_device)  # allocates the shards, not yet filled
@@ -180,9 +183,9 @@ def main() -> None:
         model.loss_function = torch.compile(model.loss_function)
     if args.pretrained:
         models.load_shards(model, args.model_name)  # each rank reads its part of the files
-    else:  # rank 0 sends each rank its part, one tensor after the other
-        options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-        set_model_state_dict(model, weights, options=options)
+    else:  # rank 0 broadcasts one tensor after the other, and each rank keeps its part
+        broadcast = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+        set_model_state_dict(model, weights, options=broadcast)
     del weights  # the only copy of the whole model
 
     # --- data ---
@@ -204,7 +207,7 @@ def main() -> None:
         worker_init_fn=distributed.ignore_stop_signals,  # the signals reach data workers, too
     )
     # All batches have the same shape: torch.compile would recompile for a smaller last batch.
-    eval_data = eval_data.pad_to_multiple(micro_batch_size * world_size)
+    eval_data = eval_data.sample(args.eval_sequences).pad_to_multiple(micro_batch_size * world_size)
     eval_dataloader = DataLoader(
         eval_data,
         batch_size=micro_batch_size,
@@ -238,7 +241,6 @@ def main() -> None:
 
     # --- resume ---
     run_dir = make_run_dir(args.save_dir, distributed.experiment_name(args), rank)
-    logger.info(f"the run's folder is {run_dir}; {distributed.resume_command(run_dir.name)}")
     set_seed(args.seed + rank)  # Python's, NumPy's and PyTorch's RNGs, for dropout
     # Saved with the weights, the optimizer and the schedule: all that the next step depends on.
     state = {"step": 0, "logged_step": 0, "running_loss": torch.zeros((), device=device)}
@@ -249,10 +251,11 @@ def main() -> None:
         load_checkpoint(checkpoint, model, optimizer, lr_scheduler, state)
         logger.info(f"resumed after step {state['step']} of {total_steps}")
     if state["step"] == total_steps:
-        logger.info(f"this run is complete: all of its {total_steps} steps are done")
+        logger.info(distributed.describe_complete_run(run_dir, total_steps))
         dist.barrier()
         dist.destroy_process_group()
         return
+    logger.info(f"the run's folder is {run_dir}; {distributed.resume_command(run_dir.name)}")
 
     # --- train ---
     logger.info(describe_batch(micro_batch_size, world_size, accumulation, seq_length))
@@ -266,6 +269,11 @@ def main() -> None:
     barrier_tensor = torch.zeros((), device=device)
     batches = None
     model.train()  # turns dropout on, if the model has any
+    # Python's garbage collector would pause some steps for up to 0.4 s. From here on it ignores
+    # what already exists, and it runs only when a step is logged.
+    gc.collect()
+    gc.freeze()
+    gc.disable()
     while state["step"] < total_steps:
         epoch, epoch_step = divmod(state["step"], steps_per_epoch)
         if batches is None or epoch_step == 0:
@@ -278,7 +286,7 @@ def main() -> None:
             with timers("data"):
                 batch = next(batches)
                 batch = {key: t.to(device, non_blocking=True) for key, t in batch.items()}
-            # Gradients add up locally. Only the last backward pass averages them over the ranks.
+            # Gradients add up locally until the last backward pass averages them over the ranks.
             last_backward = micro_batch == accumulation - 1
             model.set_requires_gradient_sync(last_backward or args.reduce_every_backward)
             # With FSDP, the forward pass waits for all ranks, too.
@@ -296,7 +304,7 @@ def main() -> None:
             state["running_loss"] += loss.detach()  # .item() would make the host wait for the GPU
         with timers("update"):
             # Limits what one bad batch can do to the weights. Returns the norm before clipping.
-            grad_norm = nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)
+            grad_norm = clip_grad_norm(model, args.max_grad_norm)
             optimizer.step()
             step_lr = lr_scheduler.get_last_lr()[0]  # the learning rate of this step
             lr_scheduler.step()
@@ -308,27 +316,29 @@ def main() -> None:
         last = state["step"] == total_steps
         stop = False
         metrics = {"step": state["step"]}
+        # In these steps the host waits for the GPU, because it reads numbers from its memory.
         if state["step"] % args.log_freq == 0 or state["step"] % args.ckpt_freq == 0 or last:
             # All ranks train on equally many tokens, so the mean loss is the mean of their means.
             state["running_loss"] /= world_size
             dist.all_reduce(state["running_loss"])  # a sum, because gloo cannot average
-        # Only here does the host wait for the GPU: .item() reads its memory.
+            check_finite(run_dir, state, grad_norm)  # a run that has diverged stops here
         if state["step"] % args.log_freq == 0 or last:
             metrics |= {
                 "epoch": epoch,
                 "loss": state["running_loss"].item() / (state["step"] - state["logged_step"]),
                 "lr": step_lr,
-                "grad_norm": grad_norm.full_tensor().item(),
+                "grad_norm": grad_norm.item(),
                 **timers.read(args.global_batch_size * seq_length, world_size, token_flops),
             }
             metrics |= find_straggler(metrics["time/wait"])
             # A signal can reach only some ranks, or reach them in different steps. If any rank has
-            # received one, all ranks stop here. One that stopped alone would block the others.
+            # received one, all ranks stop here. A rank that stopped alone would block the others.
             stop_requests = torch.tensor(len(stop_signals), device=device)
             dist.all_reduce(stop_requests)
             stop = stop_requests.item() > 0 and not last
             state["logged_step"] = state["step"]
             state["running_loss"].zero_()
+            gc.collect()
         if state["step"] % args.eval_freq == 0 or last:
             with timers("evaluate"):
                 metrics |= evaluate(model, eval_dataloader, device, eval_data.tokens_per_byte)
@@ -352,7 +362,7 @@ def main() -> None:
         dist.barrier()
         dist.destroy_process_group()
         sys.exit(status)
-    sample = sample_text(model, tokenizer, device, args.dataset_name, seq_length, args.seed)
+    sample = models.sample_text(model, tokenizer, device, args.dataset_name, seq_length, args.seed)
     logger.info(distributed.final_report(run_dir, metrics, *sample))
     dist.barrier()  # a rank that exits early would look like a failure to the other ranks
     dist.destroy_process_group()
@@ -363,7 +373,7 @@ def evaluate(model, dataloader: DataLoader, device: torch.device, tokens_per_byt
     """Return the loss in nats per token, the perplexity and the bits per byte of all tokens."""
     model.eval()  # turns dropout off
     total = torch.zeros(2, dtype=torch.float64, device=device)  # sum of losses, number of tokens
-    for batch in dataloader:
+    for batch in cli.progress(dataloader, "evaluation"):
         batch = {key: t.to(device, non_blocking=True) for key, t in batch.items()}
         n_tokens = (batch["labels"][:, 1:] != -100).sum()  # padding has the label -100
         loss_sum = torch.where(n_tokens > 0, model(**batch).loss * n_tokens, 0)

@@ -141,7 +141,7 @@ def select_rows(args: argparse.Namespace) -> list[dict]:
 
 def prepare(args: argparse.Namespace, devices: int) -> None:
     """Tokenize the data, which the ranks then read from the cache, and check the arguments."""
-    args.dataset_subset, args.text_column, args.num_workers = None, None, 0
+    args.dataset_subset, args.text_column = None, None
     # With GPUs, threads matter little, so machines with up to 8 GPUs use the same number.
     gpus = torch.cuda.device_count()
     args.threads = max(1, (os.cpu_count() or 1) // (max(8, gpus) if gpus else args.devices or 2))

@@ -1,4 +1,4 @@
-"""Log the share of all weights that each training step changes.
+"""Log the share of all weights that the training step before each log line has changed.
 
 python 05-mixed-precision/log_changed.py 05-mixed-precision/train_llm.py --param-dtype bfloat16
 
@@ -10,11 +10,7 @@ import sys
 import torch
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
-from torch.optim.optimizer import (
-    Optimizer,
-    register_optimizer_step_post_hook,
-    register_optimizer_step_pre_hook,
-)
+from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
 from common import distributed
 from common.cli import InputError
@@ -22,8 +18,7 @@ from common.tracker import Tracker
 
 from given_script import run_given_script
 
-weights_before: list[torch.Tensor] = []
-share_changed = 0.0
+weights_and_copies: list[tuple[torch.Tensor, torch.Tensor]] = []
 
 
 def local_weights(optimizer: Optimizer) -> list[torch.Tensor]:
@@ -34,32 +29,31 @@ def local_weights(optimizer: Optimizer) -> list[torch.Tensor]:
 
 @torch.no_grad()
 def copy_weights(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
-    weights_before[:] = [weight.clone() for weight in local_weights(optimizer)]
+    """Copy the weights before a step, which does not wait for the GPU."""
+    weights_and_copies[:] = [(weight, weight.clone()) for weight in local_weights(optimizer)]
 
 
 @torch.no_grad()
-def count_changed(optimizer: Optimizer, args: tuple, kwargs: dict) -> None:
-    """Set share_changed to the share of all weights that the step changed."""
-    global share_changed
+def share_changed() -> float:
+    """Return the share of all weights that the last step changed. All ranks must call this."""
     counts = torch.zeros(2, dtype=torch.float64)
-    for before, after in zip(weights_before, local_weights(optimizer), strict=True):
-        counts[0] += (before != after).sum().cpu()
-        counts[1] += before.numel()
+    for weight, before in weights_and_copies:
+        counts[0] += (weight != before).sum().cpu()
+        counts[1] += weight.numel()
     if dist.is_initialized():
         counts = counts.to(torch.accelerator.current_accelerator() or "cpu")
         dist.all_reduce(counts)
-    share_changed = (counts[0] / counts[1]).item()
+    return (counts[0] / counts[1]).item()
 
 
 def log_changed() -> None:
-    """Count in each optimizer step, and add the last count to what the script logs."""
+    """Copy the weights in each optimizer step, and count when the script logs a step."""
     register_optimizer_step_pre_hook(copy_weights)
-    register_optimizer_step_post_hook(count_changed)
     log = Tracker.log
 
     def log_with_share(tracker: Tracker, metrics: dict) -> None:
         if "loss" in metrics:
-            metrics["share_changed"] = share_changed
+            metrics["share_changed"] = share_changed()
         log(tracker, metrics)
 
     Tracker.log = log_with_share

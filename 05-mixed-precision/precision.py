@@ -104,7 +104,9 @@ def convert_to_fp8(layers: Iterable[nn.Module], seq_length: int) -> int:
                 setattr(parent, name, new)
                 converted += 1
     if not converted:
-        raise InputError("--precision fp8 cannot be used: no layer of this model supports fp8.")
+        raise InputError(
+            "--precision fp8 cannot be used: no layer of this model supports fp8, so give bf16."
+        )
     return converted
 
 

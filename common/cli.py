@@ -1,6 +1,7 @@
 """The command line: arguments, one-line errors, log lines and progress bars."""
 
 import argparse
+import difflib
 import importlib.metadata
 import logging
 import math
@@ -10,7 +11,7 @@ import re
 import shlex
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import IO, NoReturn
 
@@ -54,6 +55,13 @@ class ArgumentParser(argparse.ArgumentParser):
             return shlex.split(arg_line, comments=True)
         except ValueError as error:
             self.error(f"cannot read the line {arg_line!r} of the @file: {error}")
+
+    def error(self, message: str) -> NoReturn:
+        unknown = re.match(r"unrecognized arguments: ([^\s=]+)", message)
+        known = [name for action in self._actions for name in action.option_strings]
+        if unknown and (similar := difflib.get_close_matches(unknown[1], known, n=1)):
+            message += f" (did you mean {similar[0]}?)"
+        self.exit(2, f"{self.prog}: error: {message}; --help shows all arguments\n")
 
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
         wait_for_rank_0(status)
@@ -124,6 +132,12 @@ def progress_bar(total_steps: int, steps_done: int, rank: int) -> tqdm.tqdm:
     """Return a progress bar, which is visible on rank 0 only, and only if stderr is a terminal."""
     disable = True if rank else None
     return tqdm.tqdm(total=total_steps, initial=steps_done, unit="step", disable=disable)
+
+
+def progress(items: Iterable, name: str) -> Iterable:
+    """Return the items again, with a progress bar that disappears when they end."""
+    disable = True if os.environ.get("RANK", "0") != "0" else None
+    return tqdm.tqdm(items, name, leave=False, disable=disable)
 
 
 def describe_run(args: argparse.Namespace, device: torch.device) -> str:

@@ -38,6 +38,8 @@ LAUNCHERS = (TORCHRUN, MPIRUN, SRUN)
 # All variables that init_process_group() needs, and their values for a single process.
 RANK_VARIABLES = (*TORCHRUN, "MASTER_ADDR", "MASTER_PORT")
 SINGLE_PROCESS = dict(zip(RANK_VARIABLES, ("0", "1", "0", "localhost", "0"), strict=True))
+# Files of this repository, but not of a virtual environment in it; Debian has dist-packages.
+OWN_FILES = re.compile(rf"{re.escape(str(Path(__file__).parents[1]))}/(?!.*-packages/)")
 REQUEUE_STATUS = 75  # EX_TEMPFAIL in sysexits.h: try again later
 PR_SET_PDEATHSIG = 1  # https://man7.org/linux/man-pages/man2/PR_SET_PDEATHSIG.2const.html
 
@@ -89,7 +91,6 @@ def run(main: Callable[[], None]) -> NoReturn:
     ranks cannot be reached (both with a one-line error message), and 130 after Ctrl-C. Every
     other exception shows its traceback, and the status is 1.
     """
-    # Each _exit() comes before the variables of main() are freed: that of a process group can hang.
     try:
         main()
     except SystemExit as error:
@@ -117,7 +118,8 @@ def _explain(error: Exception) -> tuple[str | None, int]:
         return text, 2
     if isinstance(error, OSError) and error.errno in DISK_ERRORS:
         path = f" {error.filename}" if error.filename else ""
-        return f"Cannot write{path}: {error.strerror}. Make room, then start this once more.", 2
+        remedy = "Free space or choose a writable folder, then start again."
+        return f"Cannot write{path}: {error.strerror}. {remedy}", 2
     if isinstance(error, RuntimeError) and "EADDRINUSE" in text:
         port = os.environ["MASTER_PORT"]
         return f"Port {port} is in use: give another MASTER_PORT, or torchrun --standalone.", 2
@@ -127,7 +129,7 @@ def _explain(error: Exception) -> tuple[str | None, int]:
     if unreachable or (isinstance(error, RuntimeError) and "/gloo/" in text):
         reason = re.sub(r"^\[.*?\] |\. This is typically .*", "", text.splitlines()[0])
         frames = traceback.extract_tb(error.__traceback__)
-        own = [frame for frame in frames if "site-packages" not in frame.filename][-1]
+        own = [frames[0], *(frame for frame in frames if OWN_FILES.match(frame.filename))][-1]
         return (
             f"{own.filename}, line {own.lineno}: {own.line}\n"
             f"The other ranks are gone or out of reach ({reason}); {_resume_command}"
@@ -147,7 +149,7 @@ def _print_error(sentence: str, status: int) -> None:
 
 
 def _exit(status: int) -> NoReturn:
-    """Exit. With several ranks, skip the shutdown of the Python interpreter.
+    """Exit. If there was a process group, skip the shutdown of the Python interpreter.
 
     gloo's threads can outlive destroy_process_group(), because DTensor's caches still hold the
     group. If such a thread releases a tensor while the interpreter shuts down, it aborts the
@@ -155,7 +157,7 @@ def _exit(status: int) -> NoReturn:
     https://github.com/pytorch/pytorch/issues/190489. Without destroy_process_group(), the shutdown
     can also hang.
     """
-    if int(os.environ.get("WORLD_SIZE", 1)) == 1:
+    if os.environ.get("WORLD_SIZE", "1") == "1" and _kept_group is None:  # it may be no number
         sys.exit(status)
     if not dist.is_initialized():
         threading._shutdown()  # waits for Python's threads, as sys.exit() does
@@ -191,20 +193,29 @@ _resume_command = "there is no run to resume."  # until resume_command() is call
 
 
 def experiment_name(args: argparse.Namespace) -> str:
-    """Return args.experiment_name or, if it is None, a new name: model, data set and time.
+    """Return args.experiment_name or, if it is None, a new name: model, data set, time and process.
 
     Clocks differ, so all ranks use the name of rank 0; all ranks must call this. Raises InputError
-    if there is no name and torchrun may restart the ranks: each restart would begin a new run.
+    if the name cannot be a folder's name, or if there is no name and torchrun may restart the
+    ranks: each restart would begin a new run. Later error messages say how to resume this run.
     """
-    if args.experiment_name is not None:
-        return args.experiment_name
+    if (name := args.experiment_name) is not None:
+        if not re.fullmatch(r"[\w.-]+", name) or not name.strip("."):
+            raise InputError(
+                f"{name!r} cannot be an experiment's name: it names a folder, so use letters, "
+                "digits, '-', '_' and '.'."
+            )
+        resume_command(name)
+        return name
     if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)):
         raise InputError("With --max-restarts a run needs a name that stays: give one with -e.")
     model, dataset = Path(args.model_name).name, Path(args.dataset_name).stem
-    name = f"{model}-{dataset}-{time.strftime('%Y%m%d-%H%M%S')}"
+    # With the process id, runs that start in the same second have different folders.
+    name = f"{model}-{dataset}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     names = [re.sub(r"[^\w.-]+", "-", name)]
     if dist.is_initialized():
         dist.broadcast_object_list(names, src=0)
+    resume_command(names[0])
     return names[0]
 
 
@@ -216,8 +227,8 @@ def resume_command(experiment_name: str) -> str:
     were started.
     """
     global _resume_command
-    launch_file = shlex.split(os.environ.get("LAUNCH_COMMAND", ""))
-    arguments = sys.argv[3:] if launch_file else sys.argv[1:]
+    launch_words = shlex.split(os.environ.get("LAUNCH_COMMAND", ""))
+    arguments = sys.argv[3:] if launch_words else sys.argv[1:]
     if not {"-e", "--experiment-name"} & {word.split("=")[0] for word in arguments}:
         arguments += ["-e", experiment_name]
     command = [sys.executable.removeprefix(f"{Path.cwd()}/")]
@@ -225,20 +236,34 @@ def resume_command(experiment_name: str) -> str:
     if "TORCHELASTIC_RUN_ID" in os.environ:
         command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", local_size]
     command.append(sys.argv[0])
-    how = shlex.join((launch_file or command) + arguments)
-    if not launch_file and os.environ.get("WORLD_SIZE", local_size) != local_size:
-        how = f"start it again in the same way, with -e {experiment_name}"
-    _resume_command = f"to resume it after a stop: {how}"
+    instruction = shlex.join((launch_words or command) + arguments)
+    if not launch_words and os.environ.get("WORLD_SIZE", local_size) != local_size:
+        instruction = f"start it again in the same way, with -e {experiment_name}"
+    _resume_command = f"to resume it after a stop: {instruction}"
     return _resume_command
 
 
+def describe_complete_run(run_dir: Path, total_steps: int) -> str:
+    """Return what to say if a run is started again that has done all of its steps."""
+    return (
+        f"this run is complete: all of its {total_steps} steps are done; {_generate(run_dir)}; to "
+        "train longer, start a new run with another -e"
+    )
+
+
+def _generate(run_dir: Path) -> str:
+    python = sys.executable.removeprefix(f"{Path.cwd()}/")
+    command = shlex.join([python, "01-single-gpu/generate.py", str(run_dir)])
+    return f"to generate text with it: {command}"
+
+
 def final_report(run_dir: Path, metrics: dict[str, float], prompt: str, text: str) -> str:
-    """Return the last lines of a run's log: sample, evaluation, folder and resume command."""
+    """Return the last lines of a run's log: sample, evaluation, folder and what to do next."""
     return (
         f"a sample of the model, after the prompt {prompt!r}:\n\n{text}\n\n"
         f"evaluation: loss {metrics['eval_loss']:.4f}, perplexity {metrics['perplexity']:.2f}, "
         f"{metrics['bits_per_byte']:.3f} bits per byte\n"
-        f"the run's folder: {run_dir}\n{_resume_command}"
+        f"the run's folder: {run_dir}\n{_generate(run_dir)}"
     )
 
 
@@ -250,13 +275,20 @@ def rank_and_world_size() -> tuple[int, int]:
     return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
 
 
+# DDP must not free the process group when main() returns. It would wait for gloo's threads with
+# Python's global lock held, and they may wait for the lock: the process would not end.
+_kept_group: dist.ProcessGroup | None = None
+
+
 def gather(part: dict, group: dist.ProcessGroup | None = None) -> dict:
     """Return the union of all ranks' dictionaries, in the order of ranks; all ranks must call this.
 
     group: another process group of all ranks, instead of the default group.
     """
+    global _kept_group
     if not dist.is_initialized():
         return part
+    _kept_group = dist.group.WORLD
     parts = [None] * dist.get_world_size()
     dist.all_gather_object(parts, part, group=group)
     return {key: value for each in parts for key, value in sorted(each.items())}
@@ -325,12 +357,16 @@ def check_memory(n_bytes: int, flag: str) -> None:
             )
 
 
-def memory_bytes() -> int:
-    """Return the host memory in bytes of this machine or, if it is smaller, of its container."""
-    limit = Path("/sys/fs/cgroup/memory.max")  # "max" if there is no limit
-    text = limit.read_text().strip() if limit.exists() else "max"
-    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    return min(int(text), physical) if text.isdecimal() else physical
+def memory_bytes(root: Path = Path("/")) -> int:
+    """Return the host memory in bytes of this machine or, if smaller, of a cgroup (version 2)."""
+    own = root / "proc/self/cgroup"
+    match = re.search("^0::/(.*)$", own.read_text() if own.exists() else "", re.MULTILINE)
+    group = root / "sys/fs/cgroup" / (match[1] if match else "")
+    sizes = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    for folder in (group, *group.parents):  # Slurm's --mem limits a group deep below the top one
+        text = (folder / "memory.max").read_text() if (folder / "memory.max").exists() else "max"
+        sizes += [int(text)] if text.strip().isdecimal() else []  # "max": no limit
+    return min(sizes)
 
 
 # --- launch files ---
@@ -342,7 +378,7 @@ def plan(words: list[str]) -> tuple[str, str, int, int]:
 
     words: the arguments of the script. The number of processes is NPROC_PER_NODE, or the number of
     GPUs, or 2. Raises InputError if NPROC_PER_NODE is not a number, if NNODES is neither a number
-    nor MIN:MAX, or if a run on several nodes has no name.
+    nor MIN:MAX, if a run on several nodes has no name, or if experiment_name refuses the name.
     """
     parser = ArgumentParser(description="", add_help=False)
     parser.add_argument("-e", "--experiment-name")

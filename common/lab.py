@@ -1,6 +1,6 @@
-"""What the notebooks share: how to start chapters and cells with torchrun, and plots of one style.
+"""Helpers for the notebooks: start scripts and cells with torchrun, and give all plots one style.
 
-`%load_ext common.lab` in a notebook gives it the magic `%%ranks N`, which runs a cell on N ranks.
+`%load_ext common.lab` gives a notebook the magic `%%ranks N`, which runs a cell on N ranks.
 """
 
 import json
@@ -16,14 +16,14 @@ import torch
 
 ROOT = Path(__file__).resolve().parents[1]
 _folder = tempfile.TemporaryDirectory(prefix="lab-")
-# Of the runs. It is deleted when the notebook's kernel ends; its ranks have the same.
+# Holds the runs. It is deleted when the notebook's kernel ends. The ranks use the same folder.
 FOLDER = Path(os.environ.get("LAB_FOLDER", _folder.name))
 
 
 def load_ipython_extension(shell) -> None:
-    """Give a notebook the magic `%%ranks`, figures of one size, one thread and no GPU.
+    """Set up a notebook: the magic `%%ranks`, the style of the figures, one thread and no GPU.
 
-    With these its numbers are nearly the same on all machines that have the same versions.
+    One thread and no GPU make the numbers nearly the same on all machines with the same versions.
     """
     import matplotlib.pyplot as plt
 
@@ -46,7 +46,7 @@ def load_ipython_extension(shell) -> None:
 
 
 def ranks(world_size: int, source: str) -> list[dict]:
-    """Run source code on so many ranks, print what each prints, and return what each kept.
+    """Run source code on world_size ranks, print their output, and return what each rank kept.
 
     Raises RuntimeError with the end of the error output of the rank that failed first.
     """
@@ -67,14 +67,14 @@ def ranks(world_size: int, source: str) -> list[dict]:
 
 
 def keep(**values: object) -> None:
-    """Hand tensors, numbers, lists and dictionaries to the notebook; a rank may call it once."""
+    """Pass tensors, numbers, lists and dictionaries to the notebook. Each rank may call it once."""
     torch.save(values, Path(os.environ["LAB_KEEP"]) / f"rank-{os.environ['RANK']}.pt")
 
 
 def train(script: str, *args: object, world_size: int = 1, name: str) -> list[dict]:
     """Train with a chapter's script and return the lines of its metrics.jsonl.
 
-    script: relative to the repository, as in "02-ddp/train_llm.py". name: of the run, which is
+    script: path below the repository, for example "02-ddp/train_llm.py". name: of the run, which is
     resumed if it exists. Chapter 1 has no process group, so its script runs without torchrun.
     Raises RuntimeError with the end of the script's error output.
     """

@@ -4,19 +4,17 @@ The name of a model is a preset, a local folder, or a hub id.
 """
 
 import functools
-import json
 import os
-import tempfile
-from collections.abc import Iterator
-from contextlib import contextmanager
+import re
 from pathlib import Path
 
 import huggingface_hub
+import jinja2
 import torch
 import torch.distributed.checkpoint as dcp
 import transformers
 from huggingface_hub import constants
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 from torch import nn
 from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageReader
 from torch.nn.functional import scaled_dot_product_attention
@@ -47,11 +45,12 @@ def load_config(name: str) -> PretrainedConfig:
     of a model that sees later tokens, or that does not shift its labels, would mean nothing.
     """
     transformers.logging.set_verbosity_error()  # it warns about deliberate choices of this guide
+    folder = resolve_model(name)
     try:
-        config = AutoConfig.from_pretrained(resolve_model(name), use_cache=False)
-    except (OSError, ValueError) as error:
-        lacks = f"usable config.json: {_first_line(error)}"
-        raise _cannot_load("model", name, lacks, error) from error
+        config = AutoConfig.from_pretrained(folder, use_cache=False)
+    except Exception as error:  # its fields are checked by code that raises many kinds of errors
+        remedy = "get its files again, or give another -m"
+        raise _cannot_load("model", name, "config.json", remedy, error) from error
     encoder = getattr(config, "is_decoder", None) is False
     if (
         type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
@@ -72,14 +71,14 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     """
     is_preset = name in PRESET_NAMES
     folder = str(PRESETS / "tokenizer") if is_preset else resolve_model(name, "tokenizer")
-    lacks = "tokenizer: give --tokenizer-name."
+    remedy = "give --tokenizer-name"
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
-    except (OSError, ValueError) as error:
-        raise _cannot_load("tokenizer", name, lacks, error) from error
+    except Exception as error:  # the package tokenizers raises plain Exceptions
+        raise _cannot_load("tokenizer", name, "tokenizer", remedy, error) from error
     # transformers makes a tokenizer without a vocabulary if it finds no files.
     if len(tokenizer) <= len(tokenizer.all_special_ids):
-        raise InputError(f"The folder {name} has no {lacks}")
+        raise InputError(f"{name} has no usable tokenizer: {remedy}.")
     if tokenizer.eos_token_id is None:
         raise InputError(f"The tokenizer of {name} has no end-of-text token: choose another one.")
     return tokenizer
@@ -102,7 +101,8 @@ def check_sizes(
     positions = getattr(config, "max_position_embeddings", None) or seq_length or 1024
     if seq_length is not None and seq_length > positions:
         raise InputError(
-            f"The model has {positions} positions: --seq-length {seq_length} is more than that."
+            f"The model has {positions} positions: --seq-length {seq_length} is more than that, so "
+            "give a smaller one."
         )
     if len(tokenizer) > config.vocab_size:
         raise InputError(
@@ -121,19 +121,34 @@ def load_pretrained(name: str, config: PretrainedConfig) -> PreTrainedModel:
     options = {"attn_implementation": causal_attention(config), "dtype": torch.float32}
     if name not in PRESET_NAMES and torch.get_default_device().type == "meta":
         return AutoModelForCausalLM.from_config(config, **options)
-    return load_weights(AutoModelForCausalLM, name, config, options)
+    return from_pretrained(AutoModelForCausalLM, name, config, options)
 
 
-def load_weights(
+def from_pretrained(
     model_class: type, name: str, config: PretrainedConfig | None, options: dict[str, object]
 ) -> PreTrainedModel:
-    """Call from_pretrained of a model class with these options. Raises InputError as above."""
+    """Call from_pretrained of a model class with these options. Raises InputError as above.
+
+    If the class is not that of a causal language model, a head that fits need not be in the files.
+    """
     if name in PRESET_NAMES:
         raise InputError(f"The preset {name} has no weights: leave out --pretrained.")
+    folder = resolve_model(name)
+    # Without these, transformers draws missing tensors, and names wrong shapes in its log only.
+    options = {**options, "output_loading_info": True, "ignore_mismatched_sizes": True}
     try:
-        return model_class.from_pretrained(resolve_model(name), config=config, **options)
-    except (OSError, ValueError) as error:
-        raise _cannot_load("model", name, f"usable weights: {_first_line(error)}", error) from error
+        model, report = model_class.from_pretrained(folder, config=config, **options)
+    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+        remedy = "get its files again, or leave out --pretrained"
+        raise _cannot_load("model", name, "weights", remedy, error) from error
+    drawn = {*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])}
+    prefix = "" if model_class is AutoModelForCausalLM else f"{model.base_model_prefix}."
+    if lost := sorted(key for key in drawn if key.startswith(prefix)):
+        raise InputError(
+            f"The weights of {name} have no {lost[0]} of the right shape: get all files that match "
+            "config.json, or leave out --pretrained."
+        )
+    return model
 
 
 def find_layers(model: PreTrainedModel) -> list[nn.Module]:
@@ -165,8 +180,8 @@ def causal_attention(config: PretrainedConfig) -> str:
     """Return the attention implementation for sequences without padding: if possible, no mask.
 
     transformers makes a mask for padding, packed documents and sliding windows. To find out that
-    no mask is needed, it waits for the GPU in every step, and a model that transformers 5.17 has
-    compiled uses a mask anyway, which is 13% slower. But it makes no mask for attention that it
+    no mask is needed, it waits for the GPU in every step. With transformers 5.17, a compiled model
+    uses a mask anyway, which is 13% slower. But transformers makes no mask for attention that it
     does not know, and without a mask the kernel itself is causal. Models other than GPT-2 and
     Llama may need a mask, for example for a sliding window, so they get the usual attention.
     """
@@ -210,8 +225,6 @@ def causal_sdpa(
 
 # --- weights for a sharded model ---
 
-INDEX = "model.safetensors.index.json"
-
 
 def load_shards(model: PreTrainedModel, name: str) -> None:
     """Fill a sharded model from safetensors files; each rank reads only its part of each tensor.
@@ -219,49 +232,29 @@ def load_shards(model: PreTrainedModel, name: str) -> None:
     name: a local folder or a hub id. The values are converted to the model's dtype. All ranks must
     call this. Raises InputError if a file or tensor is missing, damaged or has another shape.
     """
-    folder = _folder_of_weights(name)
-    _check_files(folder)
-    reader = HuggingFaceStorageReader(str(folder))
-    tensors = _tensors_by_saved_name(model, reader.read_metadata().state_dict_metadata, folder)
-    try:
-        dcp.load(tensors, storage_reader=reader)
-    except CheckpointException as error:
-        cause = str(next(iter(error.failures.values()))[0]).rstrip(".")  # of the first rank
-        raise InputError(f"The weights in {folder} cannot be read: {cause}.") from error
-
-
-def _folder_of_weights(name: str) -> Path:
-    found = resolve_model(name)
-    if Path(found).is_dir():
-        return Path(found)
-    try:
-        patterns = ["model*.safetensors", INDEX]
-        return Path(huggingface_hub.snapshot_download(found, allow_patterns=patterns))
-    except (OSError, ValueError) as error:
-        raise not_found("model", name, PRESET_NAMES, error) from error
-
-
-def _check_files(folder: Path) -> None:
-    index = folder / INDEX
-    if index.exists():
+    folder = resolve_model(name)
+    if not Path(folder).is_dir():
         try:
-            listed = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise InputError(f"The file {index} is damaged ({error!r}): get it again.") from error
-        if missing := sorted(file for file in listed if not (folder / file).exists()):
-            raise InputError(f"The folder {folder} has no {missing[0]}, which its index lists.")
-    files = sorted(folder.glob("*.safetensors"))
-    if not files:
+            patterns = "model*.safetensors*"  # with the index, which chapters 1 to 3 need
+            folder = huggingface_hub.snapshot_download(folder, allow_patterns=patterns)
+        except (OSError, ValueError) as error:
+            raise not_found("model", name, PRESET_NAMES, error) from error
+    folder = Path(folder)
+    if not any(folder.glob("*.safetensors")):
         raise InputError(
             f"The folder {folder} has no safetensors files: load the model with transformers and "
             "save it with save_pretrained."
         )
-    for file in files:
-        try:
-            with safe_open(file, framework="pt"):
-                pass
-        except (SafetensorError, OSError) as error:
-            raise InputError(f"The file {file} is damaged ({error}): get it again.") from error
+    reader = HuggingFaceStorageReader(str(folder))
+    try:
+        saved = reader.read_metadata().state_dict_metadata
+        dcp.load(_tensors_by_saved_name(model, saved, folder), storage_reader=reader)
+    except (CheckpointException, SafetensorError, OSError) as error:
+        by_rank = getattr(error, "failures", {0: (error,)})
+        cause = str(next(iter(by_rank.values()))[0]).rstrip(".")
+        raise InputError(
+            f"The weights in {folder} cannot be read ({cause}): get its safetensors files again."
+        ) from error
 
 
 def _tensors_by_saved_name(model: PreTrainedModel, saved: dict, folder: Path) -> dict:
@@ -282,44 +275,42 @@ def _tensors_by_saved_name(model: PreTrainedModel, saved: dict, folder: Path) ->
     return tensors
 
 
-# --- new folders of models and tokenizers ---
-
-
-def check_new_folder(target: Path) -> None:
-    """Raise InputError if this is a file, a folder that is not empty, or the name of a preset."""
-    if target.is_file() or (target.is_dir() and any(target.iterdir())):
-        raise InputError(f"{target} already exists: give another folder, or delete it.")
-    if str(target) in PRESET_NAMES:
-        raise InputError(f"{target} is the name of a preset: give the folder another name.")
-
-
-@contextmanager
-def complete_folder(target: Path, errors: tuple[type[Exception], ...]) -> Iterator[Path]:
-    """Yield a temporary folder to write to, and rename it to `target` at the end.
-
-    So `target` is complete if it exists, even if the process is killed. errors: what the libraries
-    that write may raise, for example on a full disk. Raises InputError instead of these.
-    """
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as folder:
-            unfinished = Path(folder) / target.name
-            yield unfinished
-            unfinished.replace(target)
-    except errors as error:
-        reason = getattr(error, "strerror", None) or error
-        raise InputError(
-            f"{target} could not be written ({reason}): make room, or give another folder."
-        ) from error
-
-
 def let_others_read(folder: Path) -> None:
     """Give weights the mode of the other files: safetensors lets only the owner read them."""
     for file in folder.glob("*.safetensors"):
         file.chmod((folder / "config.json").stat().st_mode)
 
 
-# --- a sample of a model's text ---
+# --- text for a model, and a sample of its text ---
+
+
+def render_chat(
+    tokenizer: PreTrainedTokenizerBase,
+    messages: list[dict[str, str]],
+    add_generation_prompt: bool = False,
+) -> str:
+    """Return a conversation as one text, in the form of the tokenizer's chat template.
+
+    messages: each has a "role" (user, assistant, system) and a "content". add_generation_prompt:
+    end with the words after which an answer begins. Raises InputError if the tokenizer has no chat
+    template, or if the template does not accept the messages.
+    """
+    name = tokenizer.name_or_path
+    if not tokenizer.chat_template:
+        raise InputError(
+            f"The tokenizer of {name} has no chat template: give --tokenizer-name a folder with a "
+            "tokenizer and a chat_template.jinja."
+        )
+    try:
+        return tokenizer.apply_chat_template(
+            messages, tokenize=False, add_generation_prompt=add_generation_prompt
+        )
+    except jinja2.TemplateError as error:
+        raise InputError(
+            f"The chat template of {name} does not accept {str(messages)[:60]}... "
+            f"({_first_line(error)}): change the messages or the template."
+        ) from error
+
 
 PROMPTS = {"python-stdlib": "    def"}
 
@@ -337,6 +328,7 @@ def sample_text(
 
     The prompt is the end-of-text token, after which a new document begins. For the built-in corpus
     it is the start of a method, because most of its documents begin with many lines of comment.
+    All ranks must call this.
     """
     torch.manual_seed(seed)
     prompt = PROMPTS.get(dataset_name, tokenizer.eos_token)
@@ -352,9 +344,10 @@ def sample_text(
             do_sample=True,
             temperature=0.7,
             top_k=40,
-            remove_invalid_values=True,  # so that it also works after a run that diverged
+            remove_invalid_values=True,
             use_cache=True,
             pad_token_id=tokenizer.eos_token_id,
+            synced_gpus=torch.distributed.is_initialized(),  # FSDP gathers weights for each token
         )
     return prompt, tokenizer.decode(tokens[0], skip_special_tokens=True)
 
@@ -382,7 +375,7 @@ def prepare_for_hub(kind: str, name: str) -> None:
     Raises InputError if the name cannot be a hub id, so it is a path that does not exist.
     """
     if not name or name[0] in "/.~" or name.count("/") > 1:
-        raise InputError(f"There is no {kind} at {name!r}: no such file or folder.")
+        raise InputError(f"There is no {kind} at {name!r}: no such file or folder; check the path.")
     hub_is_reachable()
 
 
@@ -411,14 +404,17 @@ def not_found(kind: str, name: str, presets: tuple[str, ...], cause: Exception) 
             f"{text}, it is not in the cache, and the hub ({constants.ENDPOINT}) cannot be "
             f"reached; {WORKS_OFFLINE}."
         )
-    return InputError(f"{text}, and the hub does not provide it: {_first_line(cause)}")
+    return InputError(
+        f"{text}, and the hub does not provide it ({_first_line(cause)}): check the name."
+    )
 
 
-def _cannot_load(kind: str, name: str, lacks: str, cause: Exception) -> InputError:
-    if Path(name).is_dir():
-        return InputError(f"The folder {name} has no {lacks}")
+def _cannot_load(kind: str, name: str, part: str, remedy: str, cause: Exception) -> InputError:
+    if Path(name).is_dir() or not isinstance(cause, OSError | ValueError):
+        return InputError(f"{name} has no usable {part} ({_first_line(cause)}): {remedy}.")
     return not_found(kind, name, PRESET_NAMES, cause)
 
 
 def _first_line(error: Exception) -> str:
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+    text = re.sub(r":\s+", ": ", str(error).strip())
+    return (text.splitlines() or [type(error).__name__])[0].rstrip(".:")

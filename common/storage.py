@@ -9,7 +9,6 @@ import hashlib
 import logging
 import re
 import shutil
-import uuid
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -74,11 +73,14 @@ def local_run_dir(run_dir: Path) -> Path:
     return local_save_dir(run_dir.parent) / run_dir.name
 
 
-def cached_folder(kind: str, key: object, fill: Callable[[Path], None]) -> Path:
+def cached_folder(
+    kind: str, key: object, fill: Callable[[Path], None], resumes: bool = False
+) -> Path:
     """Return a folder below HF_HOME/<kind> that `fill` has filled once for this key.
 
     Processes that need the same folder at the same time wait for the first one. The folder exists
-    only if it is complete. Raises InputError if it cannot be written.
+    only if it is complete. Raises InputError if it cannot be written. resumes: after an error, what
+    `fill` has written stays, as it always does after a kill, and the next `fill` finds it.
     """
     cache = Path(constants.HF_HOME) / kind
     folder = cache / hashlib.sha256(repr(key).encode()).hexdigest()[:32]
@@ -91,12 +93,12 @@ def cached_folder(kind: str, key: object, fill: Callable[[Path], None]) -> Path:
     with lock:
         try:
             if not folder.exists():
-                shutil.rmtree(unfinished, ignore_errors=True)
-                unfinished.mkdir()
+                unfinished.mkdir(exist_ok=True)
                 fill(unfinished)
                 unfinished.replace(folder)
         except OSError as error:
-            shutil.rmtree(unfinished, ignore_errors=True)
+            if not resumes:
+                shutil.rmtree(unfinished, ignore_errors=True)
             if error.errno not in DISK_ERRORS:
                 raise  # an error of a store, from which `fill` reads
             raise _cannot_cache(cache, error) from error
@@ -184,28 +186,6 @@ def explain_store_errors(function: Callable) -> Callable:
             ) from error
 
     return explaining
-
-
-@explain_store_errors
-def read_text(path: Path) -> str:
-    """Return the text of a file. Raises FileNotFoundError, or InputError if its store fails."""
-    return path.read_text(encoding="utf-8")
-
-
-def check_writable(run_dir: Path) -> None:
-    """At an address, write an object and delete it. Raises InputError if that fails."""
-    if not is_remote(run_dir):
-        return
-    probe = run_dir / f".writable-{uuid.uuid4().hex}"
-    try:
-        with as_os_errors():
-            probe.fs.pipe_file(probe.path, b"")
-            probe.unlink()
-    except OSError as error:
-        raise InputError(
-            f"Cannot write to {run_dir} ({error.strerror}): check the address and the credentials, "
-            "or give another --save-dir."
-        ) from error
 
 
 @contextmanager

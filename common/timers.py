@@ -146,10 +146,11 @@ def peak_flops(device: torch.device) -> float | None:
     if device.type != "cuda":
         return None
     name = torch.cuda.get_device_name(device)
-    # Memory and form factor follow the product name, as in "NVIDIA A100-SXM4-80GB". A laptop's GPU
-    # has the name of a faster desktop GPU.
-    matches = [known for known in PEAK_FLOPS if re.match(rf"{re.escape(known)}(?!\w)", name)]
-    return PEAK_FLOPS[max(matches, key=len)] if matches and "Laptop" not in name else None
+    # Memory and form factor follow the product name, as in "NVIDIA A100-SXM4-80GB". Some words mark
+    # another GPU, or a part of one (MIG).
+    other = r"(?!\w|.* (MIG|Laptop|Ti|D)\b)"
+    matches = [known for known in PEAK_FLOPS if re.match(re.escape(known) + other, name)]
+    return PEAK_FLOPS[max(matches, key=len)] if matches else None
 
 
 def peak_memory_gib(device: torch.device) -> float:

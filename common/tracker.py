@@ -5,7 +5,6 @@ import json
 import logging
 import math
 import os
-import re
 import socket
 import time
 import uuid
@@ -23,7 +22,7 @@ logger = logging.getLogger(__name__)
 PROJECT = "one-diff-at-a-time"
 SEEN_WITHIN_S = 10.0  # a network file system shows a new file to other nodes after some seconds
 # After a restart, ranks of a lost node may still hold the lock until they give up. The other ranks
-# meanwhile wait for ten minutes at most, so this is shorter.
+# wait for --dist-timeout (default: 600 s); a shorter one ends this wait early.
 LOST_NODE_S = 500.0
 _locks: dict[Path, FileLock] = {}  # held until the process ends
 
@@ -34,14 +33,9 @@ def make_run_dir(save_dir: str, experiment_name: str, rank: int) -> Path:
     Rank 0 holds the lock until its process ends. After a restart it waits for the lock, at most
     LOST_NODE_S. For an address, the lock is a local file, so other machines do not see it.
 
-    Raises InputError if the name cannot be a folder's name, if the folder cannot be written, if
-    another process is training in it, or if it is not the same folder for all ranks.
+    Raises InputError if the folder cannot be written, if another process is training in it, or if
+    it is not the same folder for all ranks.
     """
-    if not re.fullmatch(r"[\w.-]+", experiment_name) or not experiment_name.strip("."):
-        raise InputError(
-            f"{experiment_name!r} cannot be an experiment's name: it names a folder, so use "
-            "letters, digits, '-', '_' and '.'."
-        )
     run_dir = storage.as_path(save_dir) / experiment_name
     local = storage.local_run_dir(run_dir)
     restarts = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
@@ -52,7 +46,6 @@ def make_run_dir(save_dir: str, experiment_name: str, rank: int) -> Path:
             lock = _locks.setdefault(local, FileLock(local / ".lock"))
             lock.acquire(timeout=LOST_NODE_S if is_restart else 0)
             (local / "requeue").unlink(missing_ok=True)  # from the previous start
-            storage.check_writable(run_dir)
     except Timeout as error:
         raise InputError(
             f"Another process is training in {run_dir}: wait for it, or give another -e."
@@ -67,13 +60,24 @@ def make_run_dir(save_dir: str, experiment_name: str, rank: int) -> Path:
 
 @storage.explain_store_errors
 def _check_that_all_see_it(run_dir: Path) -> None:
-    """Raise InputError if a rank has another folder: each would have a part of a checkpoint."""
-    rank, world_size = rank_and_world_size()
-    if world_size == 1:
-        return
+    """Write a file. Raise InputError if that fails, or if a rank does not see it.
+
+    A rank with another folder would save its part of each checkpoint there.
+    """
+    rank, _ = rank_and_world_size()
     mark = run_dir / f".seen-{gather({0: uuid.uuid4().hex} if rank == 0 else {})[0]}"
     if rank == 0:
-        mark.touch()
+        try:
+            with storage.as_os_errors():
+                if storage.is_remote(run_dir):
+                    mark.fs.pipe_file(mark.path, b"")
+                else:
+                    mark.touch()
+        except OSError as error:
+            raise InputError(
+                f"Cannot write to {run_dir} ({error.strerror}): check the address and the "
+                "credentials, or give another --save-dir."
+            ) from error
     gather({})  # wait until rank 0 has made the file
     deadline = time.monotonic() + SEEN_WITHIN_S
     while not (seen := mark.exists()) and time.monotonic() < deadline:
@@ -91,7 +95,8 @@ def _check_that_all_see_it(run_dir: Path) -> None:
 class Tracker:
     """Writes metrics.jsonl and reports to wandb, on rank 0 only; other ranks do nothing.
 
-    run_dir: the run's folder. Its name is the name and the id of the wandb run.
+    run_dir: the run's folder. Its name is the name of the wandb run. The folder also keeps the id
+        of the wandb run, so a new folder with the name of a deleted one begins a new wandb run.
     config: what wandb stores in addition to the metrics (arguments, sizes).
     step: how many steps are done. Lines of later steps, which a run that was killed may have left,
         are removed, because those steps are trained again.
@@ -139,7 +144,7 @@ class Tracker:
             if self._wandb is not None:
                 getattr(self._wandb, method)(*args, **options)
         except ConnectionError as error:
-            logger.warning(f"wandb's own process has ended ({error}): only metrics.jsonl goes on")
+            logger.warning(f"wandb's own process has ended ({error}): only metrics.jsonl continues")
             self._wandb = None
             import wandb
 
@@ -166,27 +171,35 @@ def _open_metrics(run_dir: Path, last: int) -> IO[str]:
     return local.open("a", encoding="utf-8")
 
 
+@storage.explain_store_errors
+def _run_id(run_dir: Path, name: str) -> str:
+    file = run_dir / f"{name}.wandb-id"
+    if not storage.exists(file):
+        file.write_text(uuid.uuid4().hex)
+    return file.read_text()
+
+
 def _start_wandb(run_dir: Path, config: dict, name: str, group: str | None):
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # sends errors even in offline mode
+    os.environ.setdefault("WANDB_SAVE_CODE", "true")  # unless WANDB_DISABLE_CODE is set
     import wandb
 
-    mode = os.environ.get("WANDB_MODE")
-    if mode is None and not wandb.login(prompt=False, verify=False):
-        mode = "offline"
     options = {
         "project": PROJECT,
         "dir": storage.local_run_dir(run_dir),
         "name": name,
-        "id": name,
+        "id": _run_id(run_dir, name),
         "group": group,
         "resume": "allow",  # continue the run with this id if there is one
         "config": config,
-        "save_code": True,
         "settings": wandb.Settings(silent=True, console="off", init_timeout=30),
     }
     try:
+        mode = os.environ.get("WANDB_MODE")
+        if mode is None and not wandb.login(prompt=False, verify=False):
+            mode = "offline"
         return wandb.init(mode=mode, **options)
-    except wandb.Error as error:  # there is no network, or the login is out of date
+    except wandb.Error as error:  # there is no network, or the login is out of date or malformed
         logger.warning(f"wandb runs offline, because: {str(error).splitlines()[0]}")
         wandb.teardown()  # forgets the run that did not start
         return wandb.init(mode="offline", **options)

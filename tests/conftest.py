@@ -43,6 +43,8 @@ import warm
 from cluster import ENVIRONMENT, cluster  # noqa: F401
 from runner import load_script
 
+from common import distributed
+
 ROOT = Path(__file__).parents[1]
 CHAPTERS = sorted(path.parent.name for path in ROOT.glob("[0-9][0-9]-*/train_llm.py"))
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
@@ -144,7 +146,10 @@ def free_port() -> int:
 
 
 # To replace in a chapter's script: all batches that it evaluates, at the end of a run too, by two.
-EVALUATED_LITTLE = "for batch in dataloader:", "for _, batch in zip(range(2), dataloader):"
+EVALUATED_LITTLE = (
+    'for batch in cli.progress(dataloader, "evaluation"):',
+    "for _, batch in zip(range(2), dataloader):",
+)
 
 
 def replace_in(path: Path, right: str, wrong: str) -> None:
@@ -252,6 +257,12 @@ def hide_gpus(request, monkeypatch):
         monkeypatch.setenv(HIDES_GPUS, "")
         monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
         monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+
+
+@pytest.fixture(autouse=True)
+def forget_the_process_group(monkeypatch):
+    """A test may have had one in this process; distributed.run() would then end the worker."""
+    monkeypatch.setattr(distributed, "_kept_group", None)
 
 
 def write_corpus(folder: Path) -> Path:

@@ -34,12 +34,13 @@ from torch.distributed.checkpoint import filesystem
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
-from common import distributed
+from common import distributed, models
 from common.checkpoint import manifest, save_load
 from common.data import dataset
 
 ROOT = Path(__file__).parents[1]
 SAMPLED = 6  # tokens, with those of the prompt
+SAMPLE_TEXT = models.sample_text
 SAVE_STAGES = ("writing", "written", "renamed", "committed")
 
 
@@ -105,20 +106,14 @@ def load_script(path: Path):
 
 
 def load_abridged(chapter: str):
-    """Import a chapter's script; its sample has few tokens, each of which is a forward pass.
+    """Import a chapter's script; its sample has few tokens, each of which is a forward pass."""
+    models.sample_text = _sample_briefly
+    return load_script(ROOT / chapter / "train_llm.py")
 
-    Or another script that stands under this name: those have no sample.
-    """
-    script = load_script(ROOT / chapter / "train_llm.py")
-    if hasattr(script, "sample_text"):
-        sample_text = script.sample_text
 
-        def sample_briefly(*args: object) -> tuple[str, str]:
-            *others, length, seed = args
-            return sample_text(*others, min(length, SAMPLED), seed)
-
-        script.sample_text = sample_briefly
-    return script
+def _sample_briefly(*args: object) -> tuple[str, str]:
+    *others, length, seed = args
+    return SAMPLE_TEXT(*others, min(length, SAMPLED), seed)
 
 
 def place_of(rank: int, world_size: int) -> dict[str, object]:
@@ -197,6 +192,30 @@ class Series:
 
     def assert_ended(self, name: str) -> None:
         assert name in self.seconds, "the run failed: see stderr"
+
+
+class RunsByRanks:
+    """Runs in one folder. All of one number of ranks are done when one of them is asked for.
+
+    runs: by name, each with its world_size.
+    """
+
+    def __init__(self, folder: Path, runs: dict[str, object]) -> None:
+        self.folder, self.runs = folder, runs
+        self.series: dict[int, Series] = {}
+
+    def options(self, name: str) -> dict[str, object]:
+        """Return what Series takes for this run."""
+        raise NotImplementedError
+
+    def __getitem__(self, name: str) -> Path:
+        """Return the folder of a run; fails if the run did."""
+        ranks = self.runs[name].world_size
+        if ranks not in self.series:
+            options = {n: self.options(n) for n, r in self.runs.items() if r.world_size == ranks}
+            self.series[ranks] = Series(ranks, options, self.folder / f"on-{ranks}")
+        self.series[ranks].assert_ended(name)
+        return self.folder / name
 
 
 def _of_rank(options: dict[str, object], rank: int) -> dict[str, object]:
@@ -297,6 +316,8 @@ def _run_in_series(
     torch.set_default_device(None)
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
+    gc.enable()
+    gc.unfreeze()
     gc.collect()
 
 
@@ -387,12 +408,12 @@ def after_steps(count: int, action: Callable[[], object]) -> RemovableHandle:
 @contextlib.contextmanager
 def _note_samples(path: Path) -> Iterator[None]:
     seen: list[int] = []
-    original = dataset.Sequences.__getitem__
+    original = dataset.Sequences.__getitems__
 
-    def getitem(self: dataset.Sequences, index: int) -> dict[str, torch.Tensor]:
+    def getitems(self: dataset.Sequences, indices: list[int]) -> list[dict[str, torch.Tensor]]:
         if not torch.is_inference_mode_enabled() and torch.is_grad_enabled():
-            seen.append(index)
-        return original(self, index)
+            seen.extend(indices)
+        return original(self, indices)
 
     def write(*_: object) -> None:
         if not seen:  # loading a checkpoint primes the optimizer with a step of no samples
@@ -401,11 +422,11 @@ def _note_samples(path: Path) -> Iterator[None]:
             file.write(json.dumps(seen) + "\n")
         seen.clear()
 
-    dataset.Sequences.__getitem__ = getitem
+    dataset.Sequences.__getitems__ = getitems
     handle = register_optimizer_step_post_hook(write)
     yield
     handle.remove()
-    dataset.Sequences.__getitem__ = original
+    dataset.Sequences.__getitems__ = original
 
 
 def _kill_in_save(nth: int, stage: str, action=_kill) -> None:

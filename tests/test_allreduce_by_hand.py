@@ -41,9 +41,11 @@ def check_table(text: str, world_size: int) -> None:
         assert int(busiest.replace(",", "")) == pytest.approx(max(expected) * size, rel=0.02)
 
 
-def run_ranks(folder: Path, world_size: int, bug: tuple[str, str] = ()) -> tuple[list[int], str]:
-    """Run the script, or one with a text replaced; return the statuses and what rank 0 printed."""
-    source = SCRIPT.read_text()
+def run_ranks(
+    script: Path, folder: Path, world_size: int, bug: tuple[str, str] = ()
+) -> tuple[list[int], str]:
+    """Run a script, or one with a text replaced; return the statuses and what rank 0 printed."""
+    source = script.read_text()
     if bug:
         assert source.count(bug[0]) == 1
         source = source.replace(*bug)
@@ -73,13 +75,13 @@ def test_as_the_reader_runs_it():
 
 @pytest.mark.parametrize("world_size", [2, 3])  # 3 does not divide the number of gradients
 def test_on_any_number_of_ranks(world_size, tmp_path):
-    statuses, printed = run_ranks(tmp_path, world_size)
+    statuses, printed = run_ranks(SCRIPT, tmp_path, world_size)
     assert statuses == [0] * world_size
     check_table(printed, world_size)
 
 
 def test_one_rank_sends_nothing_and_a_system_without_counters_shows_a_dash(tmp_path):
-    statuses, printed = run_ranks(tmp_path, 1, (str(COUNTERS), "/proc/no-such-file"))
+    statuses, printed = run_ranks(SCRIPT, tmp_path, 1, (str(COUNTERS), "/proc/no-such-file"))
     assert statuses == [0]
     rows = [line.split() for line in printed.splitlines()[1:4]]
     assert [(name, busiest, each) for name, busiest, _, _, each in rows] == [
@@ -98,7 +100,7 @@ def test_one_rank_sends_nothing_and_a_system_without_counters_shows_a_dash(tmp_p
     ],
 )
 def test_planted_wrong_gradients(tmp_path, bug):
-    statuses, printed = run_ranks(tmp_path, 3, bug)
+    statuses, printed = run_ranks(SCRIPT, tmp_path, 3, bug)
     assert all(statuses)
     assert "equal" not in printed
     assert "AssertionError: Tensor-likes are not close" in (tmp_path / "stderr-0").read_text()
@@ -107,7 +109,7 @@ def test_planted_wrong_gradients(tmp_path, bug):
 @pytest.mark.skipif(not COUNTERS.exists(), reason=f"needs {COUNTERS}")
 def test_planted_byte_too_many(tmp_path):
     """The planted ring goes on for two steps more: right means, more bytes."""
-    statuses, printed = run_ranks(tmp_path, 3, ("2 * (world_size - 1)", "2 * world_size"))
+    statuses, printed = run_ranks(SCRIPT, tmp_path, 3, ("2 * (world_size - 1)", "2 * world_size"))
     assert statuses == [0, 0, 0]
     with pytest.raises(AssertionError, match=r"1\.33"):
         check_table(printed, 3)

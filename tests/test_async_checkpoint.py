@@ -188,6 +188,45 @@ def test_a_full_disk_of_one_rank(runs, straight, args, rank):
     assert_exact(straight, runs.folder / name)
 
 
+def notice_at_once() -> None:
+    """The step after the checkpoint waits until its thread has failed, or written it."""
+    speak_at_once()
+    saves = []
+    init = asynchronous.AsyncCheckpoints.__init__
+
+    def noting_init(self: asynchronous.AsyncCheckpoints, *args: object) -> None:
+        saves.append(self)
+        init(self, *args)
+
+    def wait(*_: object) -> None:
+        if saves and saves[0]._writing is not None:
+            saves[0]._writing.exception(timeout=PATIENCE_S)
+
+    asynchronous.AsyncCheckpoints.__init__ = noting_init
+    register_optimizer_step_post_hook(wait)
+
+
+def tell_nobody() -> None:
+    notice_at_once()
+    asynchronous.signal.raise_signal = lambda number: None
+
+
+@pytest.mark.parametrize("plant", [notice_at_once, tell_nobody])
+def test_a_failure_stops_the_run_at_the_next_logged_step(runs, plant):
+    """Without the signal, only the next checkpoint would."""
+    name = f"full-{plant.__name__}"
+    options = {"file_size_limit": [None, 100_000], "plant": plant}
+    seldom = ("--log-freq", 2, "--ckpt-freq", 6)
+    assert start_ranks(runs, name, *seldom, ASYNC, **options).finish() == [2, 2]
+    trained = {len(runs.samples(name, rank)) for rank in range(2)}
+    assert trained == {8 if plant is notice_at_once else 12}
+    sentence = "The checkpoint of step 6 could not be written"
+    lines = [line for line in runs.said(name, 0).splitlines() if sentence in line]
+    assert len(lines) == 2
+    assert "This run stops the next time it logs metrics." in lines[0]
+    assert lines[1].startswith(sentence)
+
+
 @pytest.mark.slow
 def test_stopped_by_a_signal(runs, straight):
     """The checkpoint of the stop is complete before the run says so."""

@@ -3,6 +3,7 @@
 The diffs are applied to copies of the scripts, and those are run, alone or on two ranks.
 """
 
+import collections
 import contextlib
 import dataclasses
 import functools
@@ -18,7 +19,7 @@ import pytest
 import torch
 import xxhash
 from conftest import CHAPTERS, ROOT, random_texts, read_metrics, replace_in, run_script
-from runner import Series, finish, start
+from runner import RunsByRanks, finish, start
 from test_chapter_diffs import ROT as RULES
 from test_resume import EXACT
 from test_resume_ranks import go_back_to, newest_step, tensors
@@ -27,8 +28,8 @@ from torch.distributed.tensor import DTensor
 PATCHED = CHAPTERS[:3]
 ALONE, DDP, NODES = PATCHED
 FSDP = CHAPTERS[4]
-PAGE = ROOT / FSDP / "README.md"
-HEADING = "### The same for chapters 1 to 3"
+PAGE = ROOT / FSDP / "reference.md"
+HEADING = "## Mixed precision in chapters 1 to 3"
 STEPS, MIDDLE, LATE, OVERFLOW = 20, 10, 15, 2
 FIRST_SCALE = 2.0**16  # of GradScaler, if it is not told another
 LARGE_SCALE = 2.0**22
@@ -56,16 +57,42 @@ def apply(diff: Path, folder: Path) -> subprocess.CompletedProcess:
     return subprocess.run(command, cwd=folder, capture_output=True, text=True)
 
 
-def patch(chapter: str, folder: Path, replaced: tuple[tuple[str, str], ...] = ()) -> Path:
-    """Return the folder of a chapter's script in `folder`, patched, and each text replaced."""
+def patch(
+    chapter: str,
+    folder: Path,
+    replaced: tuple[tuple[str, str], ...] = (),
+    diff: Path | None = None,
+) -> Path:
+    """Return the folder of a chapter's script in `folder`, patched, and each text replaced.
+
+    diff: instead of the diff to autocast.
+    """
     script = folder / chapter / "train_llm.py"
     script.parent.mkdir(parents=True)
     shutil.copy(ROOT / chapter / "train_llm.py", script)
-    done = apply(diff_file(chapter), folder)
+    done = apply(diff or diff_file(chapter), folder)
     assert done.returncode == 0 and "Applied patch" in done.stderr, done.stderr
     for right, wrong in replaced:
         replace_in(script, right, wrong)
     return script.parent
+
+
+def assert_clean(path: Path) -> None:
+    """A patched script, or a folder of them, keeps the rules of the repository's code."""
+    for command in (["check"], ["format", "--check"]):
+        done = run_script("-m", "ruff", *command, "--config", ROOT / "pyproject.toml", path)
+        assert done.returncode == 0, done.stdout
+
+
+def not_shown(page: str, diff: str) -> list[str]:
+    """Return the changed lines of a diff that the blocks of a page do not show, or show twice.
+
+    That each block is a piece of the diff is for test_pages.py.
+    """
+    blocks = re.findall(r"^```diff\n((?:.*\n)*?)```$", page, re.M)
+    lines = [line for block in blocks for line in block.splitlines() if line[:1] in ("+", "-")]
+    shown, real = collections.Counter(lines), collections.Counter(changed(diff))
+    return sorted((shown - real) + (real - shown))
 
 
 # --- the diffs ---
@@ -106,9 +133,7 @@ def test_patched_chapter_keeps_what_was_before(patched, chapter, rule):
 
 
 def test_patched_scripts_are_clean(patched):
-    for command in (["check"], ["format", "--check"]):
-        done = run_script("-m", "ruff", *command, "--config", ROOT / "pyproject.toml", patched)
-        assert done.returncode == 0, done.stdout
+    assert_clean(patched)
 
 
 @pytest.mark.check
@@ -166,7 +191,7 @@ def test_page_shows_the_diff():
 @pytest.mark.parametrize(
     ("pattern", "new", "complaint"),
     [
-        ("### The same", "### Another", "no heading"),
+        ("## Mixed precision in", "## Another", "no heading"),
         (r"\+ .*scaler.update.*\n", "", "shown are"),
         (r"```diff\n(.*\n)*?```\n", "", "shown are"),
         ("( lr_scheduler = .*)", r"\1  # changed", "stands 0 times"),
@@ -224,7 +249,7 @@ SHORT = (*FP16, "--max-steps", OVERFLOW + 2)
 SCALER = "torch.amp.GradScaler(device.type,"
 TOO_LARGE = (SCALER, f"{SCALER} init_scale={LARGE_SCALE},")
 UNSCALE = "            scaler.unscale_(optimizer)"
-CLIP = "            grad_norm = nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm)"
+CLIP = "            grad_norm = clip_grad_norm(model, args.max_grad_norm)"
 BACKWARD = "scaler.scale(loss).backward()"
 # Chapter 3 with sharded moments: what --zero1 adds is word for word the same in chapter 2.
 alone, ddp, nodes = Run(ALONE, 1), Run(DDP, 2), Run(NODES, 2, ("--zero1",))
@@ -306,12 +331,9 @@ def prepared(notes: Path, copied: tuple[Path, Path, int] | None) -> Iterator[Non
     torch.amp.GradScaler = original
 
 
-class Runs:
-    """The runs in one folder. All of one number of ranks are done when one of them is asked for."""
-
+class Runs(RunsByRanks):
     def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        self.series: dict[int, Series] = {}
+        super().__init__(folder, RUNS)
         config = json.loads((ROOT / "common/presets/gpt2-tiny/config.json").read_text())
         (folder / "model").mkdir()
         (folder / "model/config.json").write_text(json.dumps(config | {"n_embd": 32}))
@@ -332,15 +354,6 @@ class Runs:
         """Return for each rank the [checksum of its weights, scale] after each step."""
         files = [self.notes_file(name, rank) for rank in range(RUNS[name].world_size)]
         return [[json.loads(line) for line in file.read_text().splitlines()] for file in files]
-
-    def __getitem__(self, name: str) -> Path:
-        """Return the folder of a run; fails if the run did."""
-        world_size = RUNS[name].world_size
-        if world_size not in self.series:
-            runs = {n: self.options(n) for n, run in RUNS.items() if run.world_size == world_size}
-            self.series[world_size] = Series(world_size, runs, self.folder / f"on-{world_size}")
-        self.series[world_size].assert_ended(name)
-        return self.folder / name
 
     def options(self, name: str) -> dict[str, object]:
         run, chapter = RUNS[name], RUNS[name].chapter

@@ -13,14 +13,23 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from conftest import ROOT, load_script, read_metrics, run_script, wait_for_file
 from filelock import FileLock
 from runner import Ranks, finish, start
-from transformers import CONFIG_MAPPING
+from safetensors.torch import load_file, save_file
+from transformers import (
+    CONFIG_MAPPING,
+    AutoModelForCausalLM,
+    AutoModelForSequenceClassification,
+)
 
-from common import checkpoint, cli, distributed, storage, tracker
+from common import checkpoint, cli, distributed, models, storage, tracker
+from common.cli import InputError
 
 SCRIPT = "01-single-gpu/train_llm.py"
+# The package tokenizers raises a plain Exception.
+DAMAGED_TOKENIZER = '{"version": "1.0", "added_tokens": [], "model": {}}'
 SMALL = ["-s", 32, "--global-batch-size", 6, "--max-steps", 4, "--ckpt-freq", 2, "--log-freq", 1]
 
 
@@ -37,8 +46,9 @@ def refuse(tmp_path, monkeypatch, capfd):
             distributed.run(load_script(ROOT / SCRIPT).main)
         err = capfd.readouterr().err
         assert exit_.value.code == 2, err
-        header = ("[20", "versions: ", "environment: ")
-        lines = [line for line in err.splitlines() if not line.startswith(header)]
+        header = ("[20", "versions: ", "environment: ", "Loading weights: ")
+        lines = err.replace("\r", "").splitlines()
+        lines = [line for line in lines if not line.startswith(header)]
         assert "Traceback" not in err and len(lines) == 1, err
         assert listing(tmp_path) == before, "nothing was written, nothing lost"
         return lines[0]
@@ -79,7 +89,7 @@ def test_text_has_no_columns(refuse, tmp_path):
 @pytest.mark.check
 def test_a_folder_without_a_tokenizer(refuse):
     sentence = refuse("-m", ROOT / "common/presets/gpt2-tiny")
-    assert "has no tokenizer: give --tokenizer-name" in sentence
+    assert "has no usable tokenizer" in sentence and sentence.endswith(": give --tokenizer-name.")
 
 
 def test_state_json_is_gone(train, refuse, corpus, tmp_path):
@@ -133,6 +143,81 @@ def test_folder_that_is_no_model(refuse, tmp_path):
 @pytest.mark.check
 def test_preset_has_no_weights(refuse):
     assert "preset gpt2-tiny has no weights: leave out --pretrained" in refuse("--pretrained")
+
+
+@pytest.fixture
+def saved_model(tmp_path) -> Path:
+    """A folder with a configuration, a tokenizer and weights, to break."""
+    model = AutoModelForCausalLM.from_config(models.load_config("gpt2-tiny"))
+    model.save_pretrained(tmp_path / "model")
+    models.load_tokenizer("gpt2-tiny").save_pretrained(tmp_path / "model")
+    return tmp_path / "model"
+
+
+TENSOR = "transformer.h.1.mlp.c_fc.weight"
+
+
+def lose_a_tensor(weights: dict[str, torch.Tensor]) -> None:
+    del weights[TENSOR]
+
+
+def cut_a_tensor(weights: dict[str, torch.Tensor]) -> None:
+    weights[TENSOR] = weights[TENSOR][1:].clone()
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("damage", [lose_a_tensor, cut_a_tensor])
+def test_weights_that_are_not_those_of_the_configuration(refuse, saved_model, damage):
+    """transformers would draw random values for the tensor."""
+    file = saved_model / "model.safetensors"
+    weights = load_file(file)
+    damage(weights)
+    save_file(weights, file, metadata={"format": "pt"})
+    assert refuse("-m", saved_model, "--pretrained") == (
+        f"The weights of {saved_model} have no {TENSOR} of the right shape: get all files that "
+        "match config.json, or leave out --pretrained."
+    )
+    with pytest.raises(InputError, match=f"have no {TENSOR} of the right shape"):
+        models.from_pretrained(AutoModelForSequenceClassification, str(saved_model), None, {})
+
+
+@pytest.mark.check
+def test_a_new_head_and_tied_weights_are_not_missing(saved_model):
+    weights = load_file(saved_model / "model.safetensors")
+    assert "lm_head.weight" not in weights
+    model = models.load_pretrained(str(saved_model), models.load_config(str(saved_model)))
+    assert all(torch.equal(model.state_dict()[name], weights[name]) for name in weights)
+    assert model.lm_head.weight is model.transformer.wte.weight
+    model = models.from_pretrained(AutoModelForSequenceClassification, str(saved_model), None, {})
+    assert torch.equal(model.state_dict()[TENSOR], weights[TENSOR])
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("size", [0, 5, 300, -1])
+def test_weights_in_a_truncated_file(refuse, saved_model, size):
+    file = saved_model / "model.safetensors"
+    os.truncate(file, size if size >= 0 else file.stat().st_size - 1)
+    sentence = refuse("-m", saved_model, "--pretrained")
+    assert sentence.startswith(f"{saved_model} has no usable weights (Error while ")
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("value", ["two", [2], None])
+def test_a_configuration_with_a_value_of_another_type(refuse, saved_model, value):
+    file = saved_model / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"n_layer": value}))
+    sentence = refuse("-m", saved_model)
+    assert sentence.startswith(f"{saved_model} has no usable config.json (")
+    assert "'n_layer' expected int" in sentence
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("text", ["", "[]", "{}", '{"model": {}}', DAMAGED_TOKENIZER])
+def test_a_damaged_tokenizer(refuse, saved_model, text):
+    (saved_model / "tokenizer.json").write_text(text)
+    sentence = refuse("-m", saved_model)
+    assert sentence.startswith(f"{saved_model} has no usable tokenizer")
+    assert sentence.endswith(": give --tokenizer-name.")
 
 
 @pytest.mark.check
@@ -218,7 +303,7 @@ def test_a_file_system_without_locks(refuse, monkeypatch, corpus, tmp_path, modu
     (tmp_path / "run").mkdir()
     sentence = refuse("-d", corpus, *SMALL)
     reason = error.strerror if isinstance(error, OSError) else error
-    cache = Path(storage.constants.HF_HOME) / "packed-blocks"
+    cache = Path(storage.constants.HF_HOME) / "tokens"
     assert (
         sentence
         == {
@@ -244,11 +329,10 @@ def test_half_a_surrogate_pair(train, tmp_path):
     assert train("-d", path, *SMALL)[-1]["step"] == 4
 
 
-def test_a_run_that_diverges_ends_and_says_null(train, corpus):
+def test_a_run_that_diverges_is_stopped(train, corpus):
     config = ("--lr", 1e9, "--warmup-steps", 0, "--max-grad-norm", "inf", "--eval-freq", 1)
-    metrics = train("-d", corpus, *SMALL, *config)
-    assert metrics[-1]["step"] == 4
-    assert metrics[-1]["loss"] is None and metrics[-1]["perplexity"] is None
+    with pytest.raises(InputError, match=r"diverged: at step 2 .* a smaller --lr"):
+        train("-d", corpus, *SMALL, *config)
 
 
 def test_the_shortest_sequences(train, corpus):
@@ -262,7 +346,7 @@ def test_a_generated_name_is_a_name():
         experiment_name=None, model_name="gpt2-tiny", dataset_name="/my data/notes, part 1.txt"
     )
     name = distributed.experiment_name(args)
-    assert re.fullmatch(r"gpt2-tiny-notes-part-1-\d{8}-\d{6}", name)
+    assert re.fullmatch(r"gpt2-tiny-notes-part-1-\d{8}-\d{6}-\d+", name)
 
 
 @pytest.mark.check
@@ -329,6 +413,7 @@ def test_save_folder_that_cannot_be_written(refuse, corpus, tmp_path):
         (("--param-dtype", "float8"), "invalid choice: 'float8'"),
         (("@/no/such/file",), "No such file"),
         (("--batch", "3"), "unrecognized arguments: --batch 3"),
+        (("--max-step", "3"), "unrecognized arguments: --max-step 3 (did you mean --max-steps?)"),
     ],
 )
 def test_arguments(monkeypatch, capsys, args, message):
@@ -349,16 +434,16 @@ def test_arguments_from_a_file(monkeypatch, tmp_path):
 
 ANOTHER_TRAINING = [
     (("-m", "llama-tiny"), "model gpt2-"),
-    (("-s", 16), "seq_length 32, not 16"),
+    (("-s", 16), "--seq-length 32, not 16"),
     (("-m", "4-heads", "--tokenizer-name", "gpt2-tiny"), "model gpt2-"),
-    (("--global-batch-size", 12), "global_batch_size 6, not 12"),
-    (("--max-steps", 8), "total_steps 4, not 8"),
-    (("--lr", 1e-3), "lr 0.0078125, not 0.001"),
-    (("--seed", 1), "seed 0, not 1"),
-    (("--warmup-steps", 3), "warmup_steps 1, not 3"),
-    (("--param-dtype", "bfloat16"), "param_dtype float32, not bfloat16"),
-    (("--max-grad-norm", 2), "max_grad_norm 1.0, not 2.0"),
-    (("--weight-decay", 0), "weight_decay 0.1, not 0.0"),
+    (("--global-batch-size", 12), "--global-batch-size 6, not 12"),
+    (("--max-steps", 8), "total_steps 4, not 8 (see --max-steps and --num-epochs): give"),
+    (("--lr", 1e-3), "--lr 0.0078125, not 0.001"),
+    (("--seed", 1), "--seed 0, not 1"),
+    (("--warmup-steps", 3), "--warmup-steps 1, not 3"),
+    (("--param-dtype", "bfloat16"), "--param-dtype float32, not bfloat16"),
+    (("--max-grad-norm", 2), "--max-grad-norm 1.0, not 2.0"),
+    (("--weight-decay", 0), "--weight-decay 0.1, not 0.0"),
 ]
 
 
@@ -379,7 +464,8 @@ def test_resume_with_another_training(train, refuse, corpus, tmp_path):
 def test_resume_with_another_corpus(train, refuse, corpus):
     train("-d", corpus, *SMALL)
     corpus.write_text(corpus.read_text().replace("Text number 7,", "Text number 8,"))
-    assert "was started with dataset_checksum " in refuse("-d", corpus, *SMALL)
+    sentence = refuse("-d", corpus, *SMALL)
+    assert "was started with dataset_checksum " in sentence and "(see --dataset-name)" in sentence
 
 
 def test_resume_with_what_may_change(train, corpus, tmp_path):
@@ -507,6 +593,8 @@ def test_a_complete_run_says_so(corpus, tmp_path):
     again = run_script(*args)
     assert again.returncode == 0
     assert "this run is complete: all of its 4 steps are done" in again.stderr
+    assert f"01-single-gpu/generate.py {tmp_path / 'run'};" in again.stderr
+    assert "to resume" not in again.stderr
     assert listing(tmp_path) == before
 
 

@@ -20,7 +20,7 @@ from runner import Ranks, finish, start
 from safetensors.torch import load_file, save_file
 from test_bad_input import listing
 from test_hsdp import run_on_nodes
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from common import cli, distributed, models
 from common.cli import InputError
@@ -150,12 +150,17 @@ def read_whole_tensors() -> None:
 
 
 def train_pretrained(
-    hub: Hub, model: str, world_size: int, notes: Path, plant: Callable = note_what_is_read
+    hub: Hub,
+    model: str,
+    world_size: int,
+    notes: Path,
+    plant: Callable = note_what_is_read,
+    statuses: tuple[int, ...] = (0,),
 ) -> list[int]:
     """Train, and return how many elements each rank has read."""
     flags = [*hub.flags(model, notes.name), "--pretrained"]
     options = {"chapter": CHAPTER, "env": {"NOTES": notes}, "plant": plant}
-    assert Ranks(world_size, flags, **options).finish() == [0] * world_size
+    assert set(Ranks(world_size, flags, **options).finish()) <= set(statuses)
     read = [Path(f"{notes}-{rank}").read_text().split() for rank in range(world_size)]
     return [sum(map(int, numbers)) for numbers in read]
 
@@ -200,8 +205,9 @@ def test_weights_of_its_own_make_a_difference(hub):
 
 @pytest.mark.slow
 def test_planted_rank_that_reads_all(hub, tmp_path):
-    """Two ranks read the model twice; and as nobody keeps a part of it, the losses are off."""
-    read = train_pretrained(hub, "gpt2", 2, tmp_path / "all", plant=read_whole_tensors)
+    """Two ranks read the model twice. Nobody keeps a part of it, so the training may diverge."""
+    bug = {"plant": read_whole_tensors, "statuses": (0, 2)}
+    read = train_pretrained(hub, "gpt2", 2, tmp_path / "all", **bug)
     whole = sum(tensor.numel() for tensor in read_weights(hub.folder / "gpt2").values())
     assert read == [whole, whole] != shares(read_weights(hub.folder / "gpt2"), 2)
 
@@ -296,16 +302,23 @@ EMBEDDING = "transformer.wte.weight"
 
 
 def test_weights_whose_index_names_a_file_that_is_missing(refuse, broken):
-    name = file_of(broken, EMBEDDING)
-    (broken / name).unlink()
+    (broken / file_of(broken, EMBEDDING)).unlink()
     sentence = refuse("--pretrained", model=broken)
-    assert sentence == f"The folder {broken} has no {name}, which its index lists."
+    assert sentence == (
+        f"The weights in {broken} cannot be read (Missing key in checkpoint state_dict: "
+        f"{EMBEDDING}): get its safetensors files again."
+    )
 
 
 @pytest.mark.parametrize("text", first_then_slow(["", "[]", "{}", '{"weight_map": 3}']))
-def test_weights_with_a_damaged_index(refuse, broken, text):
+def test_weights_with_a_damaged_index(broken, text):
+    """The index is not needed: each file says which tensors it has."""
     (broken / INDEX).write_text(text)
-    assert f"{broken / INDEX} is damaged" in refuse("--pretrained", model=broken)
+    model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(broken))
+    models.load_shards(model, str(broken))
+    weights = read_weights(broken)
+    assert len(weights) > 10
+    assert all(torch.equal(model.state_dict()[name], weights[name]) for name in weights)
 
 
 def test_weights_that_are_no_safetensors(refuse, broken):
@@ -324,8 +337,9 @@ def test_weights_of_another_shape(refuse, broken):
     (broken / "config.json").write_text(json.dumps(config | {"vocab_size": 4097}))
     sentence = refuse("--pretrained", model=broken)
     assert sentence == (
-        f"The weights in {broken} cannot be read: Size mismatch between saved "
-        f"torch.Size([4096, 128]) and current: torch.Size([4097, 128]) for {EMBEDDING}."
+        f"The weights in {broken} cannot be read (Size mismatch between saved torch.Size([4096, "
+        f"128]) and current: torch.Size([4097, 128]) for {EMBEDDING}): get its safetensors files "
+        "again."
     )
 
 
@@ -335,8 +349,8 @@ def test_weights_that_lack_a_tensor(refuse, broken):
     in_one_file(broken, weights)
     sentence = refuse("--pretrained", model=broken)
     assert sentence == (
-        f"The weights in {broken} cannot be read: Missing key in checkpoint state_dict: "
-        "transformer.h.1.mlp.c_fc.weight."
+        f"The weights in {broken} cannot be read (Missing key in checkpoint state_dict: "
+        "transformer.h.1.mlp.c_fc.weight): get its safetensors files again."
     )
 
 
@@ -363,9 +377,8 @@ def test_weights_in_a_truncated_file(refuse, broken, size):
     path = broken / file_of(broken, EMBEDDING)
     os.truncate(path, size if size >= 0 else path.stat().st_size - 1)
     sentence = refuse("--pretrained", model=broken)
-    assert sentence.startswith(f"The file {path} is damaged (") and sentence.endswith(
-        "): get it again."
-    )
+    assert sentence.startswith(f"The weights in {broken} cannot be read (Error while deserializing")
+    assert sentence.endswith("): get its safetensors files again.")
 
 
 def test_a_preset_has_no_weights(refuse):

@@ -103,8 +103,20 @@ MEAN = (LOSS, "losses.sum() / (batch['index'] >= 0).sum().clamp(min=1) / micro_b
 NO_PAD_TOKEN = ("model.config.pad_token_id = tokenizer.pad_token_id", "pass")
 LAST = ("eval_loss < best_loss", "True")
 EVALUATION = 'splits["validation"], *eval_args)'
-NAN = (EVALUATION, f"{EVALUATION}\n            eval_loss *= 1 if epoch else math.nan")
-STUCK = (*NAN, "math.isnan(best_loss)", "best_epoch == 0")
+NAN_EVALUATION = (EVALUATION, f"{EVALUATION}\n            eval_loss *= math.nan")
+# In the second epoch, on the last rank only.
+NAN = "math.nan if epoch == 1 and rank == world_size - 1 else 1"
+NAN_GRADIENTS = (LOSS, f"{LOSS} * ({NAN})")
+NAN_LOSS = ("losses.detach().sum()", f"losses.detach().sum() * ({NAN})")
+CHECK = "results.check_finite(values, step, run_dir, best_epoch)"
+UNCHECKED = (*NAN_GRADIENTS, CHECK, "pass")
+# Before the losses of the ranks are added up.
+ALL_REDUCE = "            dist.all_reduce(sums)\n            # Equal"
+EARLY = (
+    *NAN_LOSS,
+    ALL_REDUCE,
+    f"            values = {{'loss': sums[0]}}\n            {CHECK}\n{ALL_REDUCE}",
+)
 
 
 def rank_main(rank: int, world_size: int, runs: dict, folder: str, queue) -> None:
@@ -166,8 +178,9 @@ class Runs:
             "no_pad_token": (short, NO_PAD_TOKEN),
             "contrary": ([*linear, "-d", contrary, "--num-epochs", 3, "--lr", 3e-3], None),
             **go_on,
-            "nan": (linear, NAN),
-            "stuck": (linear, STUCK),
+            "nan_gradients": (linear, NAN_GRADIENTS),
+            "nan_evaluation": (linear, NAN_EVALUATION),
+            "unchecked": (linear, UNCHECKED),
             "new_head": ([*still, "-m", folder / "none-1/best"], None),
             "last": ([*linear, "-d", contrary, "--num-epochs", 3, "--lr", 3e-3], LAST),
         }
@@ -178,6 +191,9 @@ class Runs:
             "mean": (short, MEAN),
             "padded": (short, {"batches_of_rank": pad_batches}),
             "own": (short, {"gather": own_part}),
+            "nan_loss": (linear, NAN_LOSS),
+            "nan_gradients": (linear, NAN_GRADIENTS),
+            "early": ([*linear, "--dist-timeout", 5], EARLY),
         }
         self.errors = {}
         for world_size, runs in ((1, alone), (2, two), (3, same | go_on)):
@@ -260,9 +276,31 @@ def test_planted_another_example_or_class_on_a_rank(runs):
     assert "weather, wood, rank 0" in runs.errors[2]["another_class"]
 
 
-def test_a_loss_that_is_no_number_does_not_stay_the_best_but_planted(runs):
-    assert runs.report("nan")["epoch"] == 2
-    assert runs.report("stuck")["epoch"] == 1
+@pytest.mark.parametrize(
+    ("name", "world_size", "step", "value"),
+    [
+        ("nan_gradients", 1, 9, "gradient norm"),
+        ("nan_gradients", 2, 9, "gradient norm"),
+        ("nan_loss", 2, 9, "loss"),
+        ("nan_evaluation", 1, 8, "evaluation loss"),
+    ],
+)
+def test_a_run_that_diverges_stops_and_keeps_the_best_model(runs, name, world_size, step, value):
+    """Rank 0 stops in the same step if only rank 1 has a loss that is not finite."""
+    folder = runs.folder / f"{name}-{world_size}"
+    kept = f"the best model so far, of epoch 1, is kept in {folder}/best"
+    assert runs.errors[world_size][name] == (
+        f"InputError: The training has diverged: at step {step} the {value} is nan; "
+        f"{kept if step > 8 else 'no model was saved'}. Start a new run with a smaller --lr or "
+        "more --warmup-steps."
+    )
+    assert (folder / "best/model.safetensors").exists() == (step > 8)
+
+
+def test_planted_a_run_that_diverges_and_does_not_stop_at_once(runs):
+    """Without the check, the next evaluation notices; before the all_reduce, one rank stops."""
+    assert "at step 16 the evaluation loss is nan" in runs.errors[1]["unchecked"]
+    assert "diverged" not in runs.errors[2]["early"]
 
 
 def test_planted_a_mean_of_each_ranks_batch(runs):
@@ -667,7 +705,7 @@ def test_a_run_is_not_overwritten_and_a_preset_has_no_weights(runs):
     assert done.stderr.splitlines()[-1].endswith(sentence)
     assert (runs.folder / "linear-1/metrics.jsonl").read_bytes() == before
     with pytest.raises(InputError, match="preset gpt2-tiny has no weights"):
-        models.load_weights(None, "gpt2-tiny", None, {})
+        models.from_pretrained(None, "gpt2-tiny", None, {})
 
 
 # --- batches ---

@@ -1,15 +1,26 @@
 """From text to blocks of tokens, and the order that they are trained in."""
 
 import argparse
+import contextlib
 import csv
+import errno
+import functools
+import io
+import itertools
 import json
+import logging
 import multiprocessing
 import os
 import pickle
 import random
+import re
+import resource
+import shutil
 import subprocess
 import sys
+import time
 import types
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -17,20 +28,33 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 import torch
-from conftest import ROOT
-from runner import load_script
+import tqdm
+from conftest import ROOT, read_metrics
+from runner import ask_ranks, finish, load_script
+from runner import start as start_run
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, DistributedSampler, Subset
 from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     PreTrainedTokenizerFast,
 )
 
+from common import distributed, storage
 from common.cli import InputError
-from common.data import ResumableSampler, load_sequences, sources, split_batch, token_cache
+from common.data import (
+    IGNORED,
+    ResumableSampler,
+    Sequences,
+    dataset,
+    load_sequences,
+    shards,
+    sources,
+    split_batch,
+    token_cache,
+)
 from common.data.sources import BUILT_IN, find_source
 from common.models import load_tokenizer
 
@@ -45,13 +69,8 @@ def tokenizer():
     return load_tokenizer("gpt2-tiny")
 
 
-def arguments(path: object, text_column: str | None = None, num_workers: int = 0):
-    return argparse.Namespace(
-        dataset_name=str(path),
-        dataset_subset=None,
-        text_column=text_column,
-        num_workers=num_workers,
-    )
+def arguments(path: object, text_column: str | None = None):
+    return argparse.Namespace(dataset_name=str(path), dataset_subset=None, text_column=text_column)
 
 
 def write_form(folder: Path, form: str) -> Path:
@@ -115,32 +134,67 @@ def test_the_same_documents_give_the_same_blocks(tmp_path, tokenizer, reference,
     assert np.array_equal(evaluation.tokens, reference["evaluation"])
 
 
-def test_blocks_do_not_depend_on_the_number_of_processes(tmp_path, tokenizer, monkeypatch):
-    monkeypatch.setattr(token_cache, "DOCUMENTS_PER_BATCH", 7)
-    digests = set()
-    for num_workers in (0, 1, 2, 5):
-        path = tmp_path / f"workers{num_workers}"
-        path.mkdir()
-        blocks = load_sequences(
-            arguments(write_form(path, "csv"), num_workers=num_workers), tokenizer, 16
-        )
-        digests.add(tuple(part.tokens.tobytes() for part in blocks))
-    assert len(digests) == 1
+def check_that_tokens_do_not_depend_on_cores(
+    folder: Path, tokenizer: object, reference: dict, loader: Callable = DataLoader
+) -> None:
+    """Tokenize TEXTS with several numbers of cores. `loader` makes the data workers."""
+    workers = []
+
+    def note_workers(*args: object, **options: object) -> DataLoader:
+        workers.append(options["num_workers"])
+        return loader(*args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(token_cache, "DataLoader", note_workers)
+        patch.setattr(token_cache, "BATCH_CHARACTERS", 700)  # about 50 batches
+        for cores in (0, 1, 2, 4):
+            patch.setattr(token_cache, "n_cores", lambda cores=cores: cores)
+            (folder / f"cores{cores}").mkdir()
+            path = write_form(folder / f"cores{cores}", "csv")
+            train, evaluation = load_sequences(arguments(path), tokenizer, 16)
+            assert np.array_equal(train.tokens, reference["train"]), "the tokens differ"
+            assert np.array_equal(evaluation.tokens, reference["evaluation"]), "the tokens differ"
+    # There are too few documents for evaluation to start workers for them.
+    assert workers == [0, 0, 1, 0, 2, 0, 4, 0], "other numbers of data workers"
+
+
+def test_tokens_do_not_depend_on_the_number_of_cores(tmp_path, tokenizer, reference):
+    check_that_tokens_do_not_depend_on_cores(tmp_path, tokenizer, reference)
+
+
+def test_planted_workers_out_of_order_are_noticed(tmp_path, tokenizer, reference, monkeypatch):
+    encode = token_cache._Encoded.__getitem__
+
+    def first_batch_late(self, batch: list[str]) -> tuple:
+        time.sleep(0.5 * (batch[0] == TEXTS[0]))
+        return encode(self, batch)
+
+    monkeypatch.setattr(token_cache._Encoded, "__getitem__", first_batch_late)
+    unordered = functools.partial(DataLoader, in_order=False)
+    with pytest.raises(AssertionError, match="the tokens differ"):
+        check_that_tokens_do_not_depend_on_cores(tmp_path, tokenizer, reference, unordered)
+
+
+@pytest.mark.check
+def test_planted_cores_that_are_not_used(tmp_path, tokenizer, reference, monkeypatch):
+    monkeypatch.setattr(token_cache, "FEW_BATCHES", 10**6)  # no corpus has enough for workers
+    with pytest.raises(AssertionError, match="other numbers of data workers"):
+        check_that_tokens_do_not_depend_on_cores(tmp_path, tokenizer, reference)
 
 
 @pytest.mark.check
 def test_an_order_that_depends_on_the_processes_is_noticed(tmp_path, tokenizer, monkeypatch):
     """The planted bug drops each batch's rest of less than a block, as mapping by batch does."""
-    original = token_cache._Encode.__call__
+    original = token_cache._Encoded.__getitem__
 
-    def drop_rest(self, rows: list[dict[str, str]]) -> tuple[torch.Tensor, int]:
-        tokens, size = original(self, rows)
-        return tokens[: len(tokens) // 16 * 16], size
+    def drop_rest(self, batch: list[str]) -> tuple[torch.Tensor, int, int]:
+        tokens, *counts = original(self, batch)
+        return tokens[: len(tokens) // 16 * 16], *counts
 
-    monkeypatch.setattr(token_cache._Encode, "__call__", drop_rest)
+    monkeypatch.setattr(token_cache._Encoded, "__getitem__", drop_rest)
     sizes = set()
-    for per_batch in (7, 50):
-        monkeypatch.setattr(token_cache, "DOCUMENTS_PER_BATCH", per_batch)
+    for per_batch in (700, 5000):
+        monkeypatch.setattr(token_cache, "BATCH_CHARACTERS", per_batch)
         path = tmp_path / f"batch{per_batch}"
         path.mkdir()
         sizes.add(len(load_sequences(arguments(write_form(path, "csv")), tokenizer, 16)[0]))
@@ -193,13 +247,19 @@ def test_built_in_corpus(tokenizer):
         assert not any(path.startswith(unwanted) or f"/{unwanted}" in path for path in files)
 
 
-def check_that_no_token_wraps(folder: Path, n_tokens: int) -> None:
-    """Pack words with the lowest and the highest numbers of a vocabulary of this size."""
+@functools.cache
+def word_tokenizer(n_tokens: int) -> PreTrainedTokenizerFast:
+    """Return a tokenizer of the words w0, w1, ..., and an end-of-text token, the last one."""
     vocabulary = {f"w{number}": number for number in range(n_tokens - 1)}
     vocabulary["<|endoftext|>"] = n_tokens - 1
     words = Tokenizer(WordLevel(vocabulary, unk_token="w0"))
     words.pre_tokenizer = WhitespaceSplit()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<|endoftext|>")
+    return PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<|endoftext|>")
+
+
+def check_that_no_token_wraps(folder: Path, n_tokens: int) -> None:
+    """Pack words with the lowest and the highest numbers of a vocabulary of this size."""
+    tokenizer = word_tokenizer(n_tokens)
     documents = sources.documents_of([f"w0 w1 w{n_tokens - 2}"] * 3)
     token_cache.pack_documents(folder / "text", documents, tokenizer, num_workers=0)
     facts = json.loads((folder / "text.json").read_text())
@@ -424,6 +484,130 @@ def test_padding_for_evaluation(tmp_path, tokenizer):
     assert (labels != -100).sum() == blocks.tokens.size
 
 
+class CountedReads(np.ndarray):
+    """Tokens that count how often they are read."""
+
+    reads = 0
+
+    def __getitem__(self, rows: object) -> np.ndarray:
+        CountedReads.reads += 1
+        return np.asarray(self)[rows]
+
+
+def check_that_batches_are_their_rows(data: Sequences, expected: np.ndarray) -> None:
+    """Read batches in one go, some with padding and with rows twice, without and with workers."""
+    n_padding = len(data) - len(expected)
+    rows = [*expected.tolist(), *[[0] * expected.shape[1]] * n_padding]
+    labels = [*expected.tolist(), *[[IGNORED] * expected.shape[1]] * n_padding]
+    order = [len(data) - 1, 0, len(expected) - 1, 2, 2, 1, len(expected) // 2, 3]
+    for workers in (0, 2):
+        batches = list(DataLoader(data, batch_size=4, sampler=order, num_workers=workers))
+        found = torch.cat([batch["input_ids"] for batch in batches])
+        assert found.dtype == torch.int64
+        assert found.tolist() == [rows[index] for index in order], "the rows differ"
+        found = torch.cat([batch["labels"] for batch in batches])
+        assert found.tolist() == [labels[index] for index in order], "the labels differ"
+    for index in order:
+        assert data[index]["input_ids"].tolist() == rows[index], "the rows differ"
+
+
+def stored_forms(folder: Path, padding: int) -> dict[str, tuple[Sequences, np.ndarray]]:
+    """Return sequences in a memory map and in shards, and what they hold."""
+    write_shards(folder / "tokens", "npy")
+    np.save(folder / "tokens/b_train.npy", np.arange(70_000, 70_110, dtype="<u4"))
+    files = shards.find_shards(str(folder / "tokens"))
+    in_shards, _ = shards.load_shards(files, word_tokenizer(10**5), 16)
+    expected = [np.load(file)[: 16 * (len(np.load(file)) // 16)] for file in files[:2]]
+    expected = np.concatenate(expected).astype(np.int64).reshape(-1, 16)
+    expected.astype("<u4").tofile(folder / "map.bin")
+    mapped = Sequences(np.memmap(folder / "map.bin", "<u4", "r", shape=expected.shape), "", 1.0)
+    forms = {"memory map": mapped, "shards": in_shards}
+    return {
+        name: (data.pad_to_multiple(len(data) + padding) if padding else data, expected)
+        for name, data in forms.items()
+    }
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("padding", [0, 3])
+@pytest.mark.parametrize("form", ["memory map", "shards"])
+def test_a_batch_in_one_go_is_its_rows(tmp_path, form, padding):
+    check_that_batches_are_their_rows(*stored_forms(tmp_path, padding)[form])
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("form", ["memory map", "shards"])
+def test_planted_rows_in_the_order_of_the_file(tmp_path, form, monkeypatch):
+    """Sorted reads are faster on a disk, and the rows must come back in the order of the batch."""
+    getitems = Sequences.__getitems__
+    monkeypatch.setattr(Sequences, "__getitems__", lambda self, rows: getitems(self, sorted(rows)))
+    with pytest.raises(AssertionError, match="the rows differ"):
+        check_that_batches_are_their_rows(*stored_forms(tmp_path, 0)[form])
+
+
+@pytest.mark.check
+def test_planted_padding_with_labels(tmp_path, monkeypatch):
+    monkeypatch.setattr(dataset, "IGNORED", 0)
+    with pytest.raises(AssertionError, match="the labels differ"):
+        check_that_batches_are_their_rows(*stored_forms(tmp_path, 3)["memory map"])
+
+
+@pytest.mark.check
+def test_a_batch_is_read_once():
+    tokens = np.arange(160, dtype=np.uint16).reshape(10, 16)
+    data = Sequences(tokens.view(CountedReads), "", 1.0)
+    CountedReads.reads = 0
+    (batch,) = DataLoader(data, batch_size=8, sampler=[7, 1, 3, 2, 9, 0, 5, 4])
+    assert CountedReads.reads == 1 and batch["input_ids"][:2].tolist() == tokens[[7, 1]].tolist()
+    items = data.__getitems__([7, 1, 3])
+    assert len({item["input_ids"].untyped_storage().data_ptr() for item in items}) == 1, "views"
+
+
+def warnings_of(caplog, monkeypatch, n_sequences: int, rank: int = 0, **options: object) -> list:
+    """Return what split_batch warns of, for a global batch of 24 sequences."""
+    args = {"global_batch_size": 24, "batch_size": 8, "max_steps": None, "num_epochs": 0.6}
+    monkeypatch.setenv("RANK", str(rank))
+    caplog.clear()
+    split_batch(argparse.Namespace(**{**args, **options}), 1, n_sequences)
+    return [record.getMessage() for record in caplog.records]
+
+
+def check_that_few_steps_are_noticed(caplog, monkeypatch) -> None:
+    warnings = functools.partial(warnings_of, caplog, monkeypatch)
+    (warning,) = warnings(100)
+    assert warning == (
+        "This run has only 2 steps, because the training data is only 100 sequences: give "
+        "--num-epochs 12.5 for at least 50 steps, or --max-steps, or a smaller --global-batch-size."
+    )
+    assert "only 1 step, because" in warnings(24)[0]
+    assert warnings(100, rank=1) == warnings(100, max_steps=2) == warnings(24 * 84) == []
+    for n_sequences in (24, 100, 1000, 24 * 81):
+        (warning,) = warnings(n_sequences)
+        num_epochs = float(warning.split("--num-epochs ")[1].split()[0])
+        assert warnings(n_sequences, num_epochs=num_epochs) == []
+        assert round(num_epochs * (n_sequences // 24)) >= 50
+
+
+@pytest.mark.check
+def test_a_run_that_is_short_for_its_data_says_so(caplog, monkeypatch):
+    check_that_few_steps_are_noticed(caplog, monkeypatch)
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("few", [0, 2, 10**4])
+def test_planted_limit_of_steps(caplog, monkeypatch, few):
+    monkeypatch.setattr(dataset, "FEW_STEPS", few)
+    with pytest.raises((AssertionError, ValueError)):
+        check_that_few_steps_are_noticed(caplog, monkeypatch)
+
+
+def test_a_short_run_of_chapter_1_has_one_warning(train, corpus, caplog):
+    flags = ("-d", corpus, "-s", 32, "--global-batch-size", 6)
+    train(*flags, "--num-epochs", 0.05, name="short")
+    said = [r.getMessage() for r in caplog.records if "This run has only" in r.getMessage()]
+    assert len(said) == 1 and "only 2 steps" in said[0]
+
+
 @pytest.fixture(scope="module")
 def hub_folders(make_folder) -> tuple[Path, Path]:
     """A data set and a model, each as the hub lays it out."""
@@ -495,3 +679,543 @@ def test_what_the_library_finds_is_no_line_of_the_log():
         for line in (ours, "import datasets")
     ]
     assert "JAX" not in said[0] and "JAX" in said[1]
+
+
+def test_the_cache_of_an_older_version_is_named(tmp_path, tokenizer, monkeypatch, caplog):
+    monkeypatch.setattr(storage.constants, "HF_HOME", str(tmp_path))
+    path = write_form(tmp_path, "csv")
+    caplog.set_level(logging.INFO)
+    load_sequences(arguments(path), tokenizer, 16)
+    assert "older version" not in caplog.text
+    shutil.rmtree(tmp_path / "tokens")
+    (tmp_path / "packed-blocks").mkdir()
+    load_sequences(arguments(path), tokenizer, 16)
+    assert f"{tmp_path / 'packed-blocks'} is the cache of an older version" in caplog.text
+
+
+@pytest.mark.check
+def test_tokens_are_stored_once_for_all_sequence_lengths(tmp_path, tokenizer, monkeypatch):
+    path = write_form(tmp_path, "csv")
+    long = load_sequences(arguments(path), tokenizer, 32)[0]
+    monkeypatch.setattr(token_cache, "pack_documents", None)  # calling it would fail
+    short = load_sequences(arguments(path), tokenizer, 16)[0]
+    assert short.digest == long.digest
+    assert np.array_equal(short.tokens.reshape(-1)[: long.tokens.size], long.tokens.reshape(-1))
+
+
+@pytest.mark.check
+@pytest.mark.parametrize(("n", "world_size"), [(1000, 1), (1000, 3), (5, 8)])
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_order_is_that_of_distributed_sampler(n, world_size, drop_last):
+    """Also at the end, where DistributedSampler repeats some samples or drops them."""
+    for rank, epoch, start in itertools.product(range(world_size), (0, 2), (0, 7, n)):
+        theirs = DistributedSampler(range(n), world_size, rank, seed=5, drop_last=drop_last)
+        ours = ResumableSampler(range(n), world_size, rank, seed=5, drop_last=drop_last)
+        theirs.set_epoch(epoch)
+        ours.set_epoch(epoch, start=start)
+        assert list(ours) == list(theirs)[start:]
+
+
+@pytest.mark.check
+def test_int32_and_int64_give_the_same_order():
+    drawn = [
+        torch.randperm(50_000, generator=torch.Generator().manual_seed(1), dtype=dtype).tolist()
+        for dtype in (torch.int32, torch.int64)
+    ]
+    assert drawn[0] == drawn[1]
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("setting", ["truncation", "padding"])
+def test_a_tokenizer_that_was_saved_with_limits_keeps_all_text(tmp_path, setting):
+    """Its tokenizer.json can ask for truncation or padding, which must not change a corpus."""
+    documents = sources.documents_of(["short", TEXTS[2] * 20])
+    for name in ("plain", setting):
+        tokenizer = load_tokenizer("gpt2-tiny")
+        if name == "truncation":
+            tokenizer.backend_tokenizer.enable_truncation(16)
+        elif name == "padding":
+            tokenizer.backend_tokenizer.enable_padding()
+        token_cache.pack_documents(tmp_path / name, documents, tokenizer, 0)
+    plain, limited = ((tmp_path / f"{name}.bin").read_bytes() for name in ("plain", setting))
+    assert plain == limited and len(plain) > 200
+
+
+# --- progress, and a full disk ---
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def check_that_rank_1_shows_progress(folder: Path, tokenizer: object, caplog) -> None:
+    """Tokenize as rank 1, which may hold the lock; with a clock on which a batch takes 10 s."""
+    folder.mkdir()
+    clock, documents = itertools.count(0, 10), sources.documents_of(TEXTS)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("RANK", "1")
+        patch.setattr(token_cache, "BATCH_CHARACTERS", 2000)
+        patch.setattr(token_cache, "time", types.SimpleNamespace(monotonic=lambda: next(clock)))
+        patch.setattr(sys, "stderr", log := io.StringIO())
+        caplog.set_level("WARNING")  # as on all ranks but 0
+        caplog.clear()
+        token_cache.pack_documents(folder / "log", documents, tokenizer, 0)
+        lines = [record.getMessage() for record in caplog.records]
+        n_batches = len(list(token_cache._read_batches(Subset(documents, range(240)))))
+        assert n_batches > 10 and n_batches // 4 <= len(lines) <= n_batches // 2, "no lines"
+        assert all(re.fullmatch(r"tokenizing: \d+ of 240 documents", line) for line in lines)
+        assert not log.getvalue(), "a progress bar in a log"
+        caplog.clear()
+        patch.setattr(sys, "stderr", terminal := Terminal())
+        token_cache.pack_documents(folder / "bar", documents, tokenizer, 0)
+        assert "tokenizing:" in terminal.getvalue() and "/240 [" in terminal.getvalue(), "no bar"
+        assert not caplog.records, "lines beside a progress bar"
+
+
+@pytest.mark.check
+def test_the_rank_that_tokenizes_shows_progress(tmp_path, tokenizer, caplog):
+    check_that_rank_1_shows_progress(tmp_path / "rank-1", tokenizer, caplog)
+
+
+@pytest.mark.check
+def test_planted_progress_of_rank_0_alone(tmp_path, tokenizer, caplog, monkeypatch):
+    def bar(*args: object, **options: object) -> tqdm.tqdm:
+        return tqdm.tqdm(*args, **{**options, "disable": os.environ["RANK"] != "0" or None})
+
+    with monkeypatch.context() as patch:
+        patch.setattr(token_cache, "tqdm", types.SimpleNamespace(tqdm=bar))
+        with pytest.raises(AssertionError, match="no bar"):
+            check_that_rank_1_shows_progress(tmp_path / "bar", tokenizer, caplog)
+    monkeypatch.setattr(token_cache.logger, "warning", token_cache.logger.info)
+    with pytest.raises(AssertionError, match="no lines"):
+        check_that_rank_1_shows_progress(tmp_path / "lines", tokenizer, caplog)
+
+
+def check_that_a_full_disk_loses_little(folder: Path, tokenizer: object, reference: dict) -> None:
+    """The disk is full after the 123rd document; notes are made after each fifth."""
+    path, encode, encoded = write_form(folder, "csv"), token_cache._Encoded.__getitem__, []
+
+    def encode_until_full(self, batch: list[str]) -> tuple:
+        if len(encoded) == 123:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        encoded.append(batch)
+        return encode(self, batch)
+
+    def encode_and_count(self, batch: list[str]) -> tuple:
+        encoded.append(batch)
+        return encode(self, batch)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(token_cache, "n_cores", lambda: 0)
+        patch.setattr(token_cache, "BATCH_CHARACTERS", 1)
+        patch.setattr(token_cache, "BATCHES_PER_NOTE", 5)
+        patch.setattr(token_cache._Encoded, "__getitem__", encode_until_full)
+        with pytest.raises(InputError, match="No space left on device"):
+            load_sequences(arguments(path), tokenizer, 16)
+        patch.setattr(token_cache._Encoded, "__getitem__", encode_and_count)
+        train, evaluation = load_sequences(arguments(path), tokenizer, 16)
+    assert np.array_equal(train.tokens, reference["train"])
+    assert np.array_equal(evaluation.tokens, reference["evaluation"])
+    assert len(encoded) == len(TEXTS) + 123 - 120, "started again"
+
+
+@pytest.mark.check
+def test_a_full_disk_loses_little(tmp_path, tokenizer, reference):
+    check_that_a_full_disk_loses_little(tmp_path, tokenizer, reference)
+
+
+@pytest.mark.check
+def test_planted_cache_that_is_emptied_after_an_error(tmp_path, tokenizer, reference, monkeypatch):
+    def forget(kind: str, key: object, fill: Callable, resumes: bool) -> Path:
+        return storage.cached_folder(kind, key, fill)
+
+    monkeypatch.setattr(token_cache, "cached_folder", forget)
+    with pytest.raises(AssertionError, match="started again"):
+        check_that_a_full_disk_loses_little(tmp_path, tokenizer, reference)
+
+
+@pytest.mark.check
+def test_other_folders_are_removed_after_an_error(tmp_path, monkeypatch):
+    monkeypatch.setattr(storage.constants, "HF_HOME", str(tmp_path))
+
+    def fail(folder: Path) -> None:
+        (folder / "half").touch()
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    for resumes in (False, True):
+        with pytest.raises(InputError, match="No space left on device"):
+            storage.cached_folder("remote-data", "a key", fail, resumes)
+        assert len(list(tmp_path.glob("*/*.unfinished/half"))) == resumes
+
+
+# --- very large corpora ---
+
+HUGE = 2 * 10**11
+SEQUENCES = HUGE // 1024
+LATER = 1000  # samples, after which the first epoch is resumed
+
+
+def peak_memory() -> int:
+    """Return the most memory that this process has needed so far, in bytes."""
+    unit = 1 if sys.platform == "darwin" else 1024
+    return unit * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def train_on_huge_file(rank: int, folder: Path, planted: bool, queue) -> None:
+    """Start and resume epochs of 2e11 tokens on rank 3 of 8; answer with what was found."""
+    if planted:
+        randperm = torch.randperm
+        torch.randperm = lambda n, generator, dtype: randperm(n, generator=generator)  # int64
+    tokenizer, before = load_tokenizer("gpt2-tiny"), peak_memory()
+    begin, found = time.process_time(), {}
+    train, _ = load_sequences(arguments(folder), tokenizer, 1024)
+    sampler = ResumableSampler(train, num_replicas=8, rank=3, seed=0, drop_last=True)
+    for name, epoch, start, n in (
+        ("start", 0, 0, LATER + 8),
+        ("resumed", 0, LATER, 8),
+        ("second epoch", 1, SEQUENCES // 16, 8),
+    ):
+        sampler.set_epoch(epoch, start=start)
+        found[name] = list(itertools.islice(sampler, n))
+        assert not any(item["input_ids"].any() for item in train.__getitems__(found[name]))
+    found |= {"sequences": len(train), "seconds": time.process_time() - begin}
+    queue.put((rank, {**found, "peak": peak_memory(), "growth": peak_memory() - before}))
+
+
+def check_huge_file(folder: Path, planted: bool = False) -> None:
+    (folder / "tokens").mkdir()
+    path = folder / "tokens/train.bin"
+    path.touch()
+    os.truncate(path, 2 * HUGE)  # it has this size, but no content
+    np.ones(5000, dtype="<u2").tofile(folder / "tokens/val.bin")
+    (found,) = ask_ranks(1, train_on_huge_file, folder / "tokens", planted)
+    assert found["sequences"] == SEQUENCES
+    for name in ("start", "resumed", "second epoch"):
+        chosen = found[name]
+        assert len(set(chosen)) == len(chosen) and SEQUENCES / 2 < max(chosen) < SEQUENCES
+    assert found["resumed"] == found["start"][LATER:], "the orders differ"
+    assert found["second epoch"] != found["start"][:8]
+    assert found["seconds"] < 60
+    assert found["peak"] < 2 * 2**30, "too much memory"
+    assert found["growth"] < 1.25 * 2**30, "too much memory"
+
+
+@pytest.mark.slow
+def test_two_hundred_billion_tokens(tmp_path):
+    check_huge_file(tmp_path)
+
+
+@pytest.mark.slow
+def test_planted_order_in_int64(tmp_path):
+    with pytest.raises(AssertionError, match="too much memory"):
+        check_huge_file(tmp_path, planted=True)
+
+
+def load_eagerly() -> None:
+    """All texts are in memory, as in a list."""
+    dataset_class = type(sources.documents_of([]))
+    dataset_class.with_transform = lambda paths, read: sources.documents_of(read(paths[:])["text"])
+
+
+def encode_many_at_once() -> None:
+    """A batch is so many documents, however large they are."""
+    token_cache.BATCH_CHARACTERS = 2**40
+
+
+def measure_growth(rank: int, folder: Path, encode: bool, plant: Callable | None, queue) -> None:
+    """Load a folder, and perhaps encode it, in this process; answer with the growth in MiB."""
+    tokenizer = load_tokenizer("gpt2-tiny")
+    token_cache.pack_documents(folder / ".first", sources.documents_of(["text"]), tokenizer, 0)
+    if plant:
+        plant()
+    before = peak_memory()
+    parts = find_source(str(folder), None, None).load()
+    assert sum(map(len, parts)) == 110
+    if encode:
+        token_cache.pack_documents(folder / ".train", parts[0], tokenizer, 0)
+    queue.put((rank, (peak_memory() - before) / 2**20))
+
+
+def check_memory(folder: Path, encode: bool, plant: Callable | None = None) -> None:
+    """110 MB of text need less than 50 MiB, and to encode 13 MB needs less than 150 MiB."""
+    for number in range(110):
+        lines = [f"{number} {n % 977} of the lines of this long document\n" for n in range(2500)]
+        (folder / f"{number}.txt").write_text("".join(lines) * (1 if encode else 9))
+    (growth,) = ask_ranks(1, measure_growth, folder, encode, plant)
+    assert growth < (150 if encode else 50), f"too much memory: {growth:.0f} MiB"
+
+
+@pytest.mark.parametrize("encode", [False, True])
+def test_memory_does_not_grow_with_the_corpus(tmp_path, encode):
+    check_memory(tmp_path, encode)
+
+
+@pytest.mark.parametrize(("encode", "plant"), [(False, load_eagerly), (True, encode_many_at_once)])
+def test_planted_memory_that_grows_with_the_corpus(tmp_path, encode, plant):
+    with pytest.raises(AssertionError, match="too much memory"):
+        check_memory(tmp_path, encode, plant)
+
+
+def write_halfway(path: Path, documents: object, tokenizer: object, stop_after: int) -> None:
+    """Tokenize one document a batch, with a note after each fifth, and stop after some."""
+    encode = token_cache._Encoded.__getitem__
+
+    def stop(self, batch: list) -> tuple:
+        if len(called) == stop_after:
+            raise KeyboardInterrupt
+        called.append(batch)
+        return encode(self, batch)
+
+    called = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(token_cache._Encoded, "__getitem__", stop)
+        with contextlib.suppress(KeyboardInterrupt):
+            token_cache.pack_documents(path, documents, tokenizer, 0)
+
+
+def check_that_tokenizing_resumes(folder: Path, tokenizer: object) -> None:
+    documents = sources.documents_of(TEXTS[:30])
+    token_cache.pack_documents(folder / "whole", documents, tokenizer, 0)
+    write_halfway(folder / "part", documents, tokenizer, stop_after=13)
+    assert not (folder / "part.json").exists()
+    assert json.loads((folder / "part.progress").read_text())["documents"] == 10
+    write_halfway(folder / "part", documents, tokenizer, stop_after=20)  # the rest is 20
+    for suffix in (".bin", ".json"):
+        parts = [(folder / f"{name}{suffix}").read_bytes() for name in ("whole", "part")]
+        assert parts[0] == parts[1], "the tokens differ"
+
+
+@pytest.mark.check
+def test_an_interrupted_tokenization_resumes(tmp_path, tokenizer, monkeypatch):
+    monkeypatch.setattr(token_cache, "BATCH_CHARACTERS", 1)
+    monkeypatch.setattr(token_cache, "BATCHES_PER_NOTE", 5)
+    check_that_tokenizing_resumes(tmp_path, tokenizer)
+
+
+@pytest.mark.check
+def test_planted_tokenization_that_keeps_what_was_not_noted(tmp_path, tokenizer, monkeypatch):
+    monkeypatch.setattr(token_cache, "BATCH_CHARACTERS", 1)
+    monkeypatch.setattr(token_cache, "BATCHES_PER_NOTE", 5)
+    source = Path(token_cache.__file__).read_text()
+    cut = 'file.truncate(done["tokens"] * dtype.itemsize)'
+    assert source.count(cut) == 1
+    wrong = {"__name__": "planted"}
+    exec(source.replace(cut, "pass"), wrong)
+    planted = wrong["pack_documents"]
+    monkeypatch.setitem(wrong, "_Encoded", token_cache._Encoded)
+    monkeypatch.setitem(wrong, "BATCH_CHARACTERS", 1)
+    monkeypatch.setitem(wrong, "BATCHES_PER_NOTE", 5)
+    monkeypatch.setattr(token_cache, "pack_documents", planted)
+    with pytest.raises(AssertionError, match="the tokens differ"):
+        check_that_tokenizing_resumes(tmp_path, tokenizer)
+
+
+def write_shards(folder: Path, form: str, dtype: str = "<u2") -> list[np.ndarray]:
+    """Write three shards of 100 to 120 tokens, one of them for evaluation; return their tokens."""
+    folder.mkdir()
+    shards = [np.arange(n, n + 100 + 10 * n, dtype=dtype) for n in range(3)]
+    for name, tokens in zip(("a_train", "b_train", "c_val"), shards, strict=True):
+        if form == "npy":
+            np.save(folder / f"{name}.npy", tokens)
+        else:
+            header = np.zeros(256, "<i4")
+            header[:3] = (20240520, 1, len(tokens))
+            content = tokens.tobytes()
+            content = header.tobytes() + content if form == "llm.c" else content
+            (folder / f"{name}.bin").write_bytes(content)
+    return shards
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("form", ["npy", "bin", "llm.c"])
+def test_ready_made_tokens(tmp_path, tokenizer, form):
+    shards = write_shards(tmp_path / "tokens", form)
+    train, evaluation = load_sequences(arguments(tmp_path / "tokens"), tokenizer, 16)
+    expected = [shard[: len(shard) // 16 * 16].reshape(-1, 16) for shard in shards]
+    assert len(train) == len(expected[0]) + len(expected[1]) and len(evaluation) == 7
+    rows = [train[index]["input_ids"].tolist() for index in range(len(train))]
+    assert rows == [*expected[0].tolist(), *expected[1].tolist()]
+    assert [evaluation[i]["labels"].tolist() for i in range(7)] == expected[2].tolist()
+    again = pickle.loads(pickle.dumps(train))
+    assert again[7]["input_ids"].tolist() == rows[7] and again.digest == train.digest
+    assert not list((tmp_path / "tokens").glob("*.tmp")) and train.tokens_per_byte > 0
+
+
+@pytest.mark.check
+def test_ready_made_tokens_that_cannot_be_used(tmp_path, tokenizer):
+    def refused(reason: str) -> None:
+        with pytest.raises(InputError, match=reason):
+            load_sequences(arguments(tmp_path / "tokens"), tokenizer, 16)
+
+    write_shards(tmp_path / "tokens", "llm.c")
+    path = tmp_path / "tokens/b_train.bin"
+    whole = path.read_bytes()
+    path.write_bytes(whole[:4] + b"\2" + whole[5:])
+    refused("header of version 2")
+    path.write_bytes(whole[:-2])
+    refused("does not have the 110 tokens of its header")
+    path.write_bytes(whole[:-2] + b"\xff\xff")
+    refused("the token 65535")
+    path.write_bytes(b"ab")
+    refused("shorter than one sequence")
+    path.unlink()
+    np.save(path.with_suffix(".npy"), np.zeros(100))
+    refused("has float64")
+    np.save(path.with_suffix(".npy"), np.zeros((50, 50), dtype="<u2"))
+    refused("has 2 dimensions")
+    for content in (b"no array", b""):
+        path.with_suffix(".npy").write_bytes(content)
+        refused("is not an array")
+    for other in ("a_train.bin", "b_train.npy"):
+        (tmp_path / "tokens" / other).unlink()
+    refused("no shard for training")
+
+
+@pytest.mark.check
+def test_ready_made_tokens_have_the_bits_per_byte_of_their_text(tmp_path, tokenizer):
+    """End-of-text tokens are not text, as where documents are tokenized here."""
+    documents = sources.documents_of(["x = 1\n"] * 500)
+    token_cache.pack_documents(tmp_path / "packed", documents, tokenizer, 0)
+    facts = json.loads((tmp_path / "packed.json").read_text())
+    (tmp_path / "tokens").mkdir()
+    for name in ("a", "b", ".hidden"):
+        (tmp_path / f"tokens/{name}.bin").write_bytes((tmp_path / "packed.bin").read_bytes())
+    train, evaluation = load_sequences(arguments(tmp_path / "tokens"), tokenizer, 10)
+    assert len(train) == len(evaluation) == facts["tokens"] // 10
+    assert evaluation.tokens_per_byte == pytest.approx(facts["tokens"] / facts["bytes"])
+
+
+def check_large_vocabulary(folder: Path, form: str) -> None:
+    """Tokens from 0 to 69,999, which need 32 bits."""
+    folder.mkdir()
+    arrays = [np.arange(n, 70_000, 7, dtype="<u4") for n in range(3)]
+    for name, tokens in zip("abc", arrays, strict=True):
+        file = folder / f"{name}.{form}"
+        np.save(file, tokens) if form == "npy" else tokens.tofile(file)
+    train, evaluation = load_sequences(arguments(folder), word_tokenizer(70_000), 16)
+    for part, own in ((train, arrays[:2]), (evaluation, arrays[2:])):
+        expected = np.concatenate([tokens[: len(tokens) // 16 * 16] for tokens in own])
+        found = torch.cat([row["input_ids"] for row in part.__getitems__(range(len(part)))])
+        assert found.tolist() == expected.tolist(), "the tokens differ"
+        assert expected.max() > 2**16
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("form", ["npy", "bin"])
+def test_ready_made_tokens_of_a_large_vocabulary(tmp_path, form):
+    check_large_vocabulary(tmp_path / "tokens", form)
+
+
+@pytest.mark.check
+def test_planted_shards_of_16_bits(tmp_path, monkeypatch):
+    planted = types.SimpleNamespace(**{**vars(np), "dtype": lambda _: np.dtype("<u2")})
+    monkeypatch.setattr(shards, "np", planted)
+    with pytest.raises((AssertionError, InputError)):
+        check_large_vocabulary(tmp_path / "tokens", "bin")
+
+
+@pytest.fixture(scope="module")
+def run_on_shards(make_folder) -> Path:
+    """Return a folder with ready-made tokens, and two runs of 6 steps: unbroken, and resumed."""
+    folder = make_folder("shards")
+    (folder / "tokens").mkdir()
+    rng, names = np.random.default_rng(0), ("train_1", "train_2", "val_1", "val_2")
+    for name, count in zip(names, (2000, 1500, 700, 500), strict=True):
+        rng.integers(0, 4096, count).astype("<u2").tofile(folder / f"tokens/{name}.bin")
+    flags = ["-d", folder / "tokens", "-s", 32, "--global-batch-size", 6, "--max-steps", 6]
+    flags += ["--log-freq", 1, "--ckpt-freq", 2, "--save-dir", folder, "-e"]
+    assert finish(start_run([*flags, "unbroken"])) == 0
+    assert finish(start_run([*flags, "resumed"], kill_after_steps=5)) < 0
+    assert max(file.name for file in folder.glob("resumed/checkpoints/*")) == "step-00000004"
+    assert finish(start_run([*flags, "resumed"])) == 0
+    return folder
+
+
+def test_chapter_1_trains_on_ready_made_tokens_and_resumes(run_on_shards):
+    unbroken, resumed = (
+        [line["loss"] for line in read_metrics(run_on_shards / name)]
+        for name in ("unbroken", "resumed")
+    )
+    assert len(unbroken) == 6 and resumed == unbroken
+
+
+def evaluate_shards(folder: Path, plant: Callable[[object], None]) -> dict:
+    """Return what evaluate.py finds on the run's own data; `plant` is given the script."""
+    script, output = load_script(ROOT / "01-single-gpu/evaluate.py"), folder / "evaluated.json"
+    with pytest.MonkeyPatch.context() as patch:
+        for name in distributed.RANK_VARIABLES:  # the script sets them
+            patch.setenv(name, "0")
+            patch.delenv(name)
+        words = ["evaluate.py", folder / "unbroken", "--output", output]
+        patch.setattr(sys, "argv", [str(word) for word in words])
+        plant(script)
+        script.main()
+    found = json.loads(output.read_text())
+    output.unlink()
+    return found
+
+
+def check_evaluation_of_shards(
+    folder: Path, capsys, plant: Callable[[object], None] = lambda script: None
+) -> None:
+    found = evaluate_shards(folder, plant)
+    assert found["tokens"] == 700 + 500, "not all shards"
+    assert found["scored_tokens"] == 31 * (700 // 32 + 500 // 32)
+    metrics = read_metrics(folder / "unbroken")[-1]
+    assert found["loss"] == pytest.approx(metrics["eval_loss"], rel=1e-6)
+    assert found["bits_per_byte"] == pytest.approx(metrics["bits_per_byte"], rel=1e-3)
+    assert "the number of bytes is an estimate" in capsys.readouterr().out
+
+
+def test_evaluation_of_ready_made_tokens(run_on_shards, capsys):
+    check_evaluation_of_shards(run_on_shards, capsys)
+
+
+def test_planted_evaluation_of_one_shard(run_on_shards, capsys):
+    def first_shard_only(script: object) -> None:
+        load = script.load_sequences
+
+        def load_first(*args: object) -> tuple[Sequences, Sequences]:
+            train, evaluation = load(*args)
+            del evaluation.tokens.parts[1:]
+            return train, evaluation
+
+        script.load_sequences = load_first
+
+    with pytest.raises(AssertionError, match="not all shards"):
+        check_evaluation_of_shards(run_on_shards, capsys, first_shard_only)
+
+
+def check_preflight_of_shards(folder: Path) -> None:
+    """Without --tokenize: the same on two nodes, until one of them has another shard."""
+    load_script(ROOT / "03-multi-node/preflight.py")
+    describe = sys.modules["checks.nodes"].describe_data
+    for node in ("one", "two"):
+        (folder / node).mkdir()
+        write_shards(folder / node / "tokens", "llm.c")
+    args = [arguments(folder / node / "tokens") for node in ("one", "two")]
+    for each in args:
+        each.tokenize = False
+    first, second = map(describe, args)
+    assert first == second and first["files"] == 3 and len(first["checksum"]) == 16
+    assert first["bytes"] == 3 * 1024 + 2 * (100 + 110 + 120)
+    shard = folder / "two/tokens/b_train.bin"
+    content = shard.read_bytes()
+    shard.write_bytes(content[:-2] + b"\1\0")
+    assert describe(args[1])["checksum"] != first["checksum"], "not noticed"
+
+
+@pytest.mark.check
+def test_preflight_compares_ready_made_tokens(tmp_path):
+    check_preflight_of_shards(tmp_path)
+
+
+@pytest.mark.check
+def test_planted_checksum_of_names_and_sizes(tmp_path, monkeypatch):
+    monkeypatch.setattr(shards, "CHECKED", 2)  # only a header's first bytes and the last token's
+    check_preflight_of_shards(tmp_path)
+    monkeypatch.setattr(shards, "CHECKED", 0)
+    (tmp_path / "none").mkdir()
+    with pytest.raises(AssertionError, match="not noticed"):
+        check_preflight_of_shards(tmp_path / "none")

@@ -6,6 +6,7 @@ import sys
 import time
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from conftest import ROOT, read_metrics
@@ -22,14 +23,14 @@ ITEM_MS, SEQUENCES = 20, 6  # 120 ms a step, in one process
 
 def make_items_slow() -> None:
     """Every block takes its time, as from a disk that is far away; sleeping costs no core."""
-    getitem = Sequences.__getitem__
+    getitems = Sequences.__getitems__
 
-    def slow_getitem(self: Sequences, index: int) -> dict[str, torch.Tensor]:
+    def slow_getitems(self: Sequences, indices: list[int]) -> list[dict[str, torch.Tensor]]:
         if torch.is_grad_enabled():  # not in the evaluation
-            time.sleep(ITEM_MS / 1000)
-        return getitem(self, index)
+            time.sleep(ITEM_MS / 1000 * len(indices))
+        return getitems(self, indices)
 
-    Sequences.__getitem__ = slow_getitem
+    Sequences.__getitems__ = slow_getitems
 
 
 def metrics_of(corpus: Path, tmp_path: Path, workers: int, **options: object) -> list[dict]:
@@ -82,6 +83,18 @@ def test_items_of_the_benchmark():
         item = slow[index]
         assert time.perf_counter() - begin >= least
         assert torch.equal(item["input_ids"], blocks[index]["input_ids"])
+
+
+@pytest.mark.check
+def test_batches_of_the_benchmark(tmp_path, monkeypatch):
+    monkeypatch.setattr(data_loading, "DISK_BLOCKS", 2**8)
+    found = data_loading.measure_batches(tmp_path, rounds=2, batches=2)
+    assert found["batches"] == 4 and set(found["rows"]) == {"one by one", "in one go"}
+    tokens = np.arange(96, dtype=np.uint16).reshape(6, 16)
+    datasets = (data_loading.OneByOne(tokens), Sequences(tokens, "none", 1.0))
+    by_row, at_once = (next(iter(DataLoader(data, batch_size=6))) for data in datasets)
+    assert all(torch.equal(by_row[key], at_once[key]) for key in ("input_ids", "labels"))
+    assert not hasattr(datasets[0], "__getitems__")
 
 
 @pytest.mark.check

@@ -55,7 +55,7 @@ def test_two_runs_are_equal_to_the_last_bit(run, tmp_path, monkeypatch, capsys):
     first, *checkpoints = said.splitlines()
     assert (status, first) == (
         0,
-        f"all {STEPS} common logged steps are identical, up to step {STEPS}",
+        f"all {STEPS} steps that both runs logged are identical, up to step {STEPS}",
     )
     assert [line.split(":")[0] for line in checkpoints] == ["step-00000006", "step-00000012"]
     assert all(re.search(r": 0 of \d\d+ values differ$", line) for line in checkpoints)
@@ -196,7 +196,7 @@ def test_checkpoints_that_differ_behind_equal_logs_end_with_1(tmp_path, monkeypa
         )
     status, said = compare(tmp_path, monkeypatch, capsys, *names)
     assert status == 1
-    assert said.startswith("all 2 common logged steps are identical, up to step 2\n")
+    assert said.startswith("all 2 steps that both runs logged are identical, up to step 2\n")
     assert "step-00000002: 1 of 2 values differ: rng-0" in said
 
 
@@ -210,7 +210,7 @@ def test_checkpoints_that_differ_behind_equal_logs_end_with_1(tmp_path, monkeypa
             "the runs differ from step 2 on: loss by 1.0e-03; step 1 is identical\n",
         ),
         ([3, None], [3, 2], "the runs differ from step 2 on: loss by inf"),
-        ([3, None], [3, None, 1], "all 2 common logged steps are identical, up to step 2"),
+        ([3, None], [3, None, 1], "all 2 steps that both runs logged are identical, up to step 2"),
     ],
 )
 def test_where_two_runs_part(tmp_path, monkeypatch, capsys, one, two, said):

@@ -1,8 +1,10 @@
 """What a model is worth on a text: each token counts once, on any number of ranks."""
 
+import argparse
 import json
 import math
 import os
+import shutil
 import sys
 import types
 from collections import Counter
@@ -43,7 +45,7 @@ def saved(make_folder) -> Path:
     args = ["-d", folder / "corpus.json", *SMALL, "--save-dir", folder]
     for name, own in RUNS.items():
         assert finish(start([*args, *own, "-e", name])) == 0
-    trained = load_trained(str(folder / "llama"), "llama-tiny", None, None)
+    trained = load_trained(str(folder / "llama"), None, None, None)
     trained.model.save_pretrained(folder / "llama-folder")
     trained.tokenizer.save_pretrained(folder / "llama-folder")
     return folder
@@ -61,8 +63,8 @@ def evaluate(monkeypatch, capfd, saved, tmp_path):
         plant(script)
         output = tmp_path / "facts.json"
         words = ["evaluate.py", saved / name, "--output", output]
-        words += ["-m", "llama-tiny"] if name == "llama" else []
-        words += [] if "-d" in args else ["-d", saved / "corpus.json"]
+        if "-d" not in args and not (saved / name / "state.json").exists():
+            words += ["-d", saved / "corpus.json"]  # a run has its own
         monkeypatch.setattr(sys, "argv", [str(word) for word in (*words, *args)])
         script.main()
         facts = json.loads(output.read_text())
@@ -114,7 +116,7 @@ def score_the_overlap_twice(script) -> None:
 
 @pytest.mark.parametrize("stride", first_then_slow([1, 5, 31]))
 def test_each_token_has_its_context_and_counts_once(stride, evaluate, saved):
-    trained = load_trained(str(saved / "gpt2"), "gpt2-tiny", None, None)
+    trained = load_trained(str(saved / "gpt2"), None, None, None)
     tokens = tokens_of(saved, "evaluation")
     losses = losses_of(trained.model, tokens, 32, stride)
     facts = evaluate("gpt2", "--stride", stride)
@@ -266,8 +268,93 @@ def test_ranks_that_read_different_checkpoints(saved, tmp_path):
     for sentence in said:
         assert sentence.startswith("Rank 1 on ")
         assert " has model step 9 of it, rank 0 on " in sentence
-        assert sentence.endswith("/gpt2: give --step, and the same data on all nodes."), said
+        assert sentence.endswith("): give --step, and the same data on all nodes."), said
+        assert "/gpt2 (model gpt2-tiny, tokenizer gpt2-tiny): " in sentence
     assert not (tmp_path / "facts.json").exists()
+
+
+# --- what a run was trained on ---
+
+
+@pytest.fixture(scope="module")
+def own_run(saved) -> Path:
+    """Return the folder of a run on a table, with a text column and a tokenizer of its own."""
+    rows = [f'"{text[::-1]}",other\n' for text in random_texts(30)]
+    (saved / "table.csv").write_text("body,author\n" + "".join(rows))
+    args = ["-d", saved / "table.csv", "--text-column", "body", "-m", "llama-tiny", *SMALL]
+    args += ["--tokenizer-name", save_letters(saved / "own-letters", "abcdefgh \n")]
+    assert finish(start([*args, "--save-dir", saved, "-e", "own"])) == 0
+    return saved / "own"
+
+
+def forget_the_sources(script) -> None:
+    """Plant: a run does not remember what it is."""
+    load = script.load_trained
+    script.load_trained = lambda *args: load(*args)._replace(sources={})
+
+
+def test_a_run_is_evaluated_on_its_own_data(evaluate, own_run, saved, tmp_path, capfd, monkeypatch):
+    """With its own text column, model and tokenizer, from any folder; arguments replace them."""
+    monkeypatch.chdir(tmp_path)
+    own_loss = pytest.approx(read_metrics(own_run)[-1]["eval_loss"], rel=1e-6)
+    facts = evaluate("own")
+    assert facts["loss"] == own_loss and facts["unknown"] == 0
+    names = f"(model llama-tiny, tokenizer {saved}/own-letters)"
+    first_line = f"step 4 of {own_run} {names} on the evaluation part of {saved}/table.csv"
+    assert capfd.readouterr().out.splitlines()[0] == first_line
+    assert (facts["dataset_name"], facts["text_column"]) == (f"{saved}/table.csv", "body")
+
+    facts = evaluate("own", "-d", saved / "corpus.json")
+    assert facts["loss"] != own_loss and facts["text_column"] is None
+    assert f" on the evaluation part of {saved}/corpus.json\n" in capfd.readouterr().out
+    letters = save_letters(saved / "other-letters", "hgfedcba \n")
+    assert evaluate("own", "--tokenizer-name", letters)["loss"] != own_loss
+    assert f"(model llama-tiny, tokenizer {letters})" in capfd.readouterr().out
+    with pytest.raises(InputError, match="another model than gpt2-tiny"):
+        evaluate("own", "-m", "gpt2-tiny")
+    with pytest.raises(AssertionError, match="python-stdlib"):
+        evaluate("own", plant=lambda script: (forget_the_sources(script), refuse_stdlib(script)))
+
+
+def refuse_stdlib(script) -> None:
+    """Reading the built-in corpus would take a while."""
+
+    def load(args: argparse.Namespace, *_: object) -> None:
+        raise AssertionError(args.dataset_name)
+
+    script.load_sequences = load
+
+
+def test_a_run_without_sources(evaluate, saved, capfd):
+    """The names were not recorded at first: it says which ones it assumes."""
+    shutil.copytree(saved / "gpt2", saved / "old")
+    state = json.loads((saved / "old/state.json").read_text())
+    del state["training"]["sources"]
+    (saved / "old/state.json").write_text(json.dumps(state))
+    asked = []
+
+    def read_the_corpus(script) -> None:
+        load = script.load_sequences
+
+        def load_corpus(args: argparse.Namespace, *rest: object) -> tuple:
+            asked.append((args.dataset_name, args.dataset_subset, args.text_column))
+            return load(argparse.Namespace(**{**vars(args), "dataset_name": corpus}), *rest)
+
+        script.load_sequences = load_corpus
+
+    corpus = str(saved / "corpus.json")
+    loss = evaluate("gpt2")["loss"]
+    capfd.readouterr()
+    assert evaluate("old", plant=read_the_corpus)["loss"] == loss
+    assert asked == [("python-stdlib", None, None)]
+    names = "model gpt2-tiny, tokenizer gpt2-tiny, assumed because the run does not name its own"
+    data = "python-stdlib, because it is unknown what the model was trained on"
+    first_line = f"step 4 of {saved}/old ({names}) on the evaluation part of {data}"
+    assert capfd.readouterr().out.splitlines()[0] == first_line
+    assert evaluate("old", "-m", "gpt2-tiny", "-d", corpus)["loss"] == loss
+    names = "(model gpt2-tiny, tokenizer gpt2-tiny)"
+    first_line = f"step 4 of {saved}/old {names} on the evaluation part of {corpus}"
+    assert capfd.readouterr().out.splitlines()[0] == first_line
 
 
 # --- what it measures ---
@@ -344,7 +431,7 @@ def test_another_text(evaluate, tmp_path, capfd):
     facts = evaluate("gpt2", "-d", tmp_path / "own.txt", "--split", "all", "-s", 16)
     assert facts["bytes"] == len((tmp_path / "own.txt").read_bytes())
     said = capfd.readouterr().out.splitlines()
-    assert said[0].endswith(f"/gpt2 on the all part of {tmp_path}/own.txt")
+    assert said[0].endswith(f" tokenizer gpt2-tiny) on the all part of {tmp_path}/own.txt")
     assert f"{facts['bytes']:,} bytes" in said[2]
     assert f"{facts['bits_per_byte']:.3f} bits per byte" in said[3] and len(said) == 4
 

@@ -44,6 +44,7 @@ def random_model(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
 def save_run(run_dir: Path, name: str, model: nn.Module, dtype: str = "float32") -> None:
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     training = {"model": describe_model(model), "seq_length": 32, "param_dtype": dtype}
+    training["sources"] = {"model_name": name, "tokenizer_name": None}
     schedule = LambdaLR(optimizer, lambda step: 1.0)
     save_checkpoint(run_dir, model, optimizer, schedule, {"step": 7}, training, keep=1)
 
@@ -147,11 +148,13 @@ def compare(folder: Path, expected: nn.Module) -> None:
 
 @pytest.mark.parametrize("run", ["gpt2", "llama", "zero"])
 def test_transformers_has_the_numbers_of_the_run(run, runs, export, tmp_path):
-    out = export(runs / run, tmp_path / "model", "-m", RUNS[run])
+    out = export(runs / run, tmp_path / "model")
     expected = read_run(runs / run, RUNS[run], 4)
     compare(tmp_path / "model", expected)
-    parameters = f"{expected.num_parameters():,} parameters in float32"
-    assert f"step 4 of {runs / run}, {parameters}" in out
+    names = f"(model {RUNS[run]}, tokenizer {RUNS[run]})"
+    first_line, second_line, *_ = out.splitlines()
+    assert first_line == f"{tmp_path}/model: step 4 of {runs / run} {names}"
+    assert second_line.startswith(f"{expected.num_parameters():,} parameters in float32, ")
     assert f"bash 04-fsdp/launch.sh --pretrained -m {tmp_path}/model\n" in out
     assert list(tmp_path.iterdir()) == [tmp_path / "model"]
     modes = {path.stat().st_mode for path in (tmp_path / "model").iterdir()}
@@ -161,14 +164,14 @@ def test_transformers_has_the_numbers_of_the_run(run, runs, export, tmp_path):
 def test_shards_of_two_ranks_become_whole(runs, export, tmp_path):
     run = runs / "fsdp"
     assert {path.name[:4] for path in run.glob("checkpoints/*/*.distcp")} == {"__0_", "__1_"}
-    export(run, tmp_path / "model", "-m", "llama-tiny")
+    export(run, tmp_path / "model")
     compare(tmp_path / "model", random_model("llama-tiny"))
 
 
 def test_tokenizer_and_settings_come_back(runs, export, tmp_path):
     for run in ("gpt2", "llama"):
         folder = tmp_path / run
-        export(runs / run, folder, "-m", RUNS[run])
+        export(runs / run, folder)
         before, after = models.load_tokenizer(RUNS[run]), AutoTokenizer.from_pretrained(folder)
         assert models.load_tokenizer(str(folder)).get_vocab() == before.get_vocab()
         for text in (
@@ -191,7 +194,7 @@ def test_tokenizer_and_settings_come_back(runs, export, tmp_path):
 
 def test_tied_weights_stand_there_once(runs, export, tmp_path):
     for run, tied in (("gpt2", True), ("llama", False)):
-        export(runs / run, tmp_path / run, "-m", RUNS[run])
+        export(runs / run, tmp_path / run)
         weights, expected = read_weights(tmp_path / run), read_run(runs / run, RUNS[run], 4)
         assert (TIED not in weights) == tied
         assert weights.keys() == dict(expected.named_parameters()).keys()
@@ -221,7 +224,7 @@ def test_training_goes_on_from_the_folder(chapter, runs, export, tmp_path):
 
 
 def test_training_goes_on_with_another_model(runs, export, train, tmp_path):
-    export(runs / "llama", tmp_path / "model", "-m", "llama-tiny", "--max-shard-size", "1MB")
+    export(runs / "llama", tmp_path / "model", "--max-shard-size", "1MB")
     args = ("-d", runs / "corpus.txt", *SMALL, "--max-steps", 1, "--lr", 0, "--pretrained")
     (*_, metrics) = train(*args, "-m", tmp_path / "model")
     expected = read_metrics(runs / "llama")[-1]["eval_loss"]
@@ -235,8 +238,30 @@ def test_another_step(runs, export, tmp_path):
         compare(tmp_path / "model", read_run(runs / "gpt2", "gpt2-tiny", 4))
 
 
+def forget_names(run: Path) -> None:
+    """Make it a run of before state.json had the names of model and tokenizer."""
+    state = json.loads((run / "state.json").read_text())
+    del state["training"]["sources"]
+    (run / "state.json").write_text(json.dumps(state))
+
+
+def test_runs_of_before(runs, export, refuse, tmp_path):
+    """It says which names it assumes; those of another model must be given."""
+    for name in ("gpt2", "llama"):
+        shutil.copytree(runs / name, tmp_path / name)
+        forget_names(tmp_path / name)
+    out = export(tmp_path / "gpt2", tmp_path / "model")
+    names = "model gpt2-tiny, tokenizer gpt2-tiny, assumed because the run does not name its own"
+    assert out.startswith(f"{tmp_path}/model: step 4 of {tmp_path}/gpt2 ({names})\n")
+    compare(tmp_path / "model", read_run(runs / "gpt2", "gpt2-tiny", 4))
+    said = refuse(tmp_path / "llama", tmp_path / "other")
+    assert said.endswith("/llama has another model than gpt2-tiny: give -m and --tokenizer-name.\n")
+    export(tmp_path / "llama", tmp_path / "other", "-m", "llama-tiny")
+    compare(tmp_path / "other", read_run(runs / "llama", "llama-tiny", 4))
+
+
 def test_several_files_of_weights(runs, export, tmp_path):
-    export(runs / "llama", tmp_path / "model", "-m", "llama-tiny", "--max-shard-size", "1MB")
+    export(runs / "llama", tmp_path / "model", "--max-shard-size", "1MB")
     index = json.loads((tmp_path / "model/model.safetensors.index.json").read_text())
     files = {path.name for path in (tmp_path / "model").glob("*.safetensors")}
     assert set(index["weight_map"].values()) == files and len(files) > 2
@@ -313,15 +338,16 @@ def test_planted_bug_is_noticed(bug, runs, export, tmp_path, monkeypatch):
 
 def test_bad_input(runs, refuse, tmp_path):
     target = tmp_path / "model"
-    assert "no such folder" in refuse(tmp_path / "nothing", target)
+    assert "no state.json" in refuse(tmp_path / "nothing", target)
     assert "no state.json" in refuse(runs, target)
     assert "no state.json" in refuse(runs / "corpus.txt", target)
-    assert "another model than gpt2-tiny: give -m" in refuse(runs / "llama", target)
+    assert "another model than gpt2-tiny: give -m" in refuse(
+        runs / "llama", target, "-m", "gpt2-tiny"
+    )
     assert "another model than gpt2: give -m" in refuse(runs / "gpt2", target, "-m", "gpt2")
-    assert "no checkpoint of step 3, only of 2, 4" in refuse(runs / "gpt2", target, "--step", 3)
+    assert "no checkpoint of step 3: give one of 2, 4" in refuse(runs / "gpt2", target, "--step", 3)
     assert "There is no model at" in refuse(runs / "gpt2", target, "-m", tmp_path / "nope")
-    assert "no tokenizer" in refuse(runs / "gpt2", target, "--tokenizer-name", runs)
-    assert "is the name of a preset" in refuse(runs / "gpt2", "gpt2-tiny")
+    assert "has no usable tokenizer" in refuse(runs / "gpt2", target, "--tokenizer-name", runs)
     target.mkdir()
     (target / "thesis.txt").write_text("the only copy")
     assert f"{target} already exists" in refuse(runs / "gpt2", target)
@@ -345,14 +371,12 @@ def test_damaged_runs(runs, export, refuse, tmp_path):
     content = bytearray(file.read_bytes())
     content[len(content) // 2] ^= 1
     file.write_bytes(content)
-    assert f"{file} is damaged: give another --step (2)" in refuse(run, target)
+    assert f"{file} is damaged: give another --step." in refuse(run, target)
     file.unlink()
     assert f"{file} is damaged" in refuse(run, target)
     export(run, target, "--step", 2)
     compare(target, read_run(runs / "gpt2", "gpt2-tiny", 2))
     shutil.rmtree(target)
-    shutil.rmtree(run / "checkpoints/step-00000002")
-    assert "is damaged: no other step is kept" in refuse(run, target)
     shutil.rmtree(run / "checkpoints")
     assert "no complete checkpoint" in refuse(run, target)
     for text in ("{", "[]", "{}", '{"format": 9, "training": {}, "checkpoints": []}'):
@@ -414,5 +438,5 @@ def test_a_kill_leaves_nothing_under_the_name(runs, export, tmp_path):
 def test_as_a_reader_starts_it(runs, tmp_path):
     done = run_script("04-fsdp/export.py", runs / "gpt2", tmp_path / "deep/er/model")
     assert done.returncode == 0 and not done.stderr
-    assert len(done.stdout.splitlines()) == 3
+    assert len(done.stdout.splitlines()) == 4
     compare(tmp_path / "deep/er/model", read_run(runs / "gpt2", "gpt2-tiny", 4))

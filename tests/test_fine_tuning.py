@@ -218,7 +218,7 @@ def test_batches_are_the_texts(tokenizer):
 
 @pytest.mark.check
 def test_every_end_ignored_is_what_a_collator_does(tokenizer):
-    """With the end of text as the token to pad with, transformers ignores both alike."""
+    """If texts are padded with the end-of-text token, transformers ignores both."""
     tokenizer = models.load_tokenizer("gpt2-tiny")
     tokenizer.pad_token = tokenizer.eos_token
     collate = DataCollatorForLanguageModeling(tokenizer, mlm=False)
@@ -234,7 +234,7 @@ def test_every_end_ignored_is_what_a_collator_does(tokenizer):
 
 @pytest.fixture(scope="module")
 def labelled(tokenizer) -> dict[str, dict[str, float]]:
-    """Return what a few steps make of each way to label, on sentences of one form."""
+    """Return the results of a few steps with each kind of labels, on sentences of one form."""
     rng = random.Random(0)
     words = ["red", "green", "blue", "old", "new"]
     texts = [f"The {rng.choice(words)} one and the {rng.choice(words)} one." for _ in range(200)]
@@ -245,7 +245,8 @@ def labelled(tokenizer) -> dict[str, dict[str, float]]:
 
 
 def check_labels(found: dict[str, dict[str, float]]) -> None:
-    """Who ignores every end never ends; who ignores nothing is shown mostly the padding's loss."""
+    """Check that a model trained without end labels never ends a text, and that with labels on the
+    padding, the logged loss is mostly that of the padding."""
     right, endless, nothing = (found[how] for how in packing.LABELS)
     assert right["end_probability"] > 0.1 and right["samples_that_end"] > packing.SAMPLES / 2
     assert endless["end_probability"] < 0.001 and endless["samples_that_end"] == 0
@@ -273,7 +274,7 @@ def test_planted_labels_are_noticed(labelled, swapped):
 
 @pytest.mark.check
 def test_recorded_packing():
-    """The lines are those of the result file; what they show is what the arithmetic says."""
+    """The recorded lines match the result file, and the measured gain matches the arithmetic."""
     results = json.loads(RESULTS.read_text())["results"]
     lines = (RECORDED / "fine_tune_packing.txt").read_text().splitlines()
     assert lines[2:-1] == packing.describe(results)
@@ -281,7 +282,7 @@ def test_recorded_packing():
     short = results["texts"]["paragraphs of the reference"]
     padding = [short["arithmetic"][str(n)]["fixed length"]["padding"] for n in packing.LENGTHS]
     assert padding == sorted(padding) and padding[0] > 0.3 and padding[-1] > 0.9
-    # Batches of the same shape take the same time: what is saved is what is not padding.
+    # Batches of the same shape take the same time, so the gain follows from the share of padding.
     gain = short["rates"]["packed"]["gain"]
     assert gain == pytest.approx(1 / (1 - padding[0]), rel=0.25)
     long = results["texts"]["files of the standard library"]
@@ -297,7 +298,7 @@ def evaluation(name: str) -> tuple[float, float]:
 
 @pytest.mark.check
 def test_recorded_runs():
-    """Fine-tuning makes the new better and the old worse, and beats as many steps from scratch."""
+    """Fine-tuning improves the new text, worsens the old one, and beats training from scratch."""
     names = ("before", "gentle", "tuned", "scratch", "old_gentle", "old_tuned")
     loss = {name: evaluation(f"fine_tune_{name}")[0] for name in names}
     assert loss["tuned"] < loss["gentle"] < loss["before"]
@@ -321,7 +322,7 @@ def test_the_page_s_paragraphs_are_those_that_were_measured(tmp_path):
 
 
 def test_from_a_run_to_its_fine_tune(corpus, hub, tmp_path, monkeypatch):
-    """The page's way: chapter 1, export, chapter 1 from the folder on other data."""
+    """As on the page: chapter 1, export, then chapter 1 from that folder on other data."""
     small = ["-s", 32, "--global-batch-size", 6, "--save-dir", tmp_path]
     old = ["-d", corpus, *small]
     new = ["-d", hub / "squad", "--text-column", "context", *small]
@@ -341,7 +342,7 @@ def test_from_a_run_to_its_fine_tune(corpus, hub, tmp_path, monkeypatch):
         name: read_metrics(tmp_path / name)[-1]["eval_loss"]
         for name in ("base", "before", "tuned", "old")
     }
-    assert loss["old"] == pytest.approx(loss["base"], rel=1e-6), "a rate of 0 changes nothing"
+    assert loss["old"] == pytest.approx(loss["base"], rel=1e-6), "lr 0 changes nothing"
     assert loss["tuned"] < loss["before"] - 0.1
     monkeypatch.setattr(sys, "argv", ["train_llm.py", "--pretrained", "-m", "gpt2-tiny"])
     with pytest.raises(SystemExit) as exit_:

@@ -27,13 +27,14 @@ from common.models import load_tokenizer
 LENGTH, GLOBAL_BATCH, MICRO_BATCH = 16, 6, 2
 PEAK, WARM_UP = 0.02, 4
 LOG, EVALUATE, SAVE, KEEP = 2, 5, 4, 3
-EPOCHS, SEED = 1.5, 3
+EPOCHS, SEED, SAMPLE = 1.5, 3, 2
 VALUES = [
     *("--seed", SEED, "--text-column", "body", "-s", LENGTH, "--num-workers", 1),
     *("--tokenizer-name", "gpt2-tiny", "--param-dtype", "bfloat16", "--compile"),
     *("-b", MICRO_BATCH, "--global-batch-size", GLOBAL_BATCH, "--num-epochs", EPOCHS),
     *("--lr", PEAK, "--warmup-steps", WARM_UP, "--weight-decay", 0.25, "--max-grad-norm", 0.01),
     *("--log-freq", LOG, "--eval-freq", EVALUATE, "--ckpt-freq", SAVE, "--keep-checkpoints", KEEP),
+    *("--eval-sequences", SAMPLE),
 ]
 TIMEOUT_S = 77
 
@@ -50,6 +51,7 @@ class Seen:
         self.modes: dict[str, set[bool]] = {"training": set(), "evaluation": set()}
         self.steps: list[tuple[set[float], set[float], set[torch.dtype], float]] = []
         self.workers: set[int] = set()
+        self.evaluated = 0  # sequences, without padding
         self.compiled = 0
         self.timeouts: list[float] = []
         forward, init = GPT2LMHeadModel.forward, DataLoader.__init__
@@ -62,6 +64,7 @@ class Seen:
                 self.modes["training"].add(model.training)
             elif "labels" in options:
                 self.modes["evaluation"].add(model.training)
+                self.evaluated += (options["labels"] != -100).any(dim=1).sum().item()
             return forward(model, *args, **options)
 
         def note_workers(loader, *args: object, num_workers: int = 0, **options: object) -> None:
@@ -184,6 +187,8 @@ def compare(seen: Seen, metrics: list[dict], blocks: torch.Tensor) -> None:
     found = [line["step"] for line in metrics if "eval_loss" in line]
     evaluated = [step for step in steps if step % EVALUATE == 0 or step == total]
     assert found == evaluated, f"the evaluated steps are {found}"
+    found = seen.evaluated / len(evaluated)
+    assert found == SAMPLE, f"the sequences of an evaluation are {found}"
     tokens = {round(line["tokens_per_s"] * line["time/total"] / 1000) for line in lines}
     assert tokens == {GLOBAL_BATCH * LENGTH}, f"the tokens of a step are {tokens}"
 
@@ -211,9 +216,18 @@ BUGS = {
         "the shapes",
     ),
     "dropout": ("    model.train()\n    loss = ", "    loss = ", "the modes"),
-    "log": ('state["step"] % args.log_freq', 'state["step"] % 1', "the logged steps"),
+    "log": (
+        'if state["step"] % args.log_freq == 0 or last',
+        'if state["step"] % 1 == 0 or last',
+        "the logged steps",
+    ),
     "evaluation": ('state["step"] % args.eval_freq', 'state["step"] % 200', "the evaluated steps"),
-    "checkpoints": ('state["step"] % args.ckpt_freq', 'state["step"] % 50', "the checkpoints"),
+    "sample": (".sample(args.eval_sequences)", "", "the sequences of an evaluation"),
+    "checkpoints": (
+        'if state["step"] % args.ckpt_freq == 0',
+        'if state["step"] % 50 == 0',
+        "the checkpoints",
+    ),
     "kept": ("settings, args.keep_checkpoints", "settings, 2", "the checkpoints"),
     "tokens": ("timers.read(args.global_batch_size", "timers.read(micro_batch_size", "the tokens"),
 }
@@ -237,7 +251,7 @@ def test_planted_timeout_that_is_not_heard(check, tmp_path):
 
 SHARDED = [c for c in CHAPTERS if "fully_shard(" in (ROOT / c / "train_llm.py").read_text()]
 SHARDING_VALUES = [
-    *("--no-reshard-after-forward", "--cpu-offload", "--prefetch", 2, "--reduce-every-backward"),
+    *("--no-reshard-after-forward", "--cpu-offload", "--reduce-every-backward"),
     *("--activation-checkpointing", "full", "-s", LENGTH, "-b", 2, "--global-batch-size", 6),
     *("--tokenizer-name", "gpt2-tiny", "--max-steps", 1, "--param-dtype", "bfloat16"),
 ]
@@ -248,12 +262,11 @@ def check_sharding(train, corpus, tmp_path, monkeypatch) -> Callable[[Path | str
     """Return a function that trains with a sharding script and compares what it asks FSDP for."""
     model = small_model(tmp_path, layers=3)
     be_alone(monkeypatch)
-    seen: dict[str, list] = {name: [] for name in ("shard", "sync", "ahead", "recomputed")}
+    seen: dict[str, list] = {name: [] for name in ("shard", "sync", "recomputed")}
     originals = {
         "shard": fsdp.fully_shard,
         "recomputed": torch.utils.checkpoint.checkpoint,
         "sync": FSDPModule.set_requires_gradient_sync,
-        "ahead": FSDPModule.set_modules_to_forward_prefetch,
     }
 
     def noting(name: str) -> Callable:
@@ -267,7 +280,6 @@ def check_sharding(train, corpus, tmp_path, monkeypatch) -> Callable[[Path | str
     monkeypatch.setattr(fsdp, "fully_shard", noting("shard"))
     monkeypatch.setattr(torch.utils.checkpoint, "checkpoint", noting("recomputed"))
     monkeypatch.setattr(FSDPModule, "set_requires_gradient_sync", noting("sync"))
-    monkeypatch.setattr(FSDPModule, "set_modules_to_forward_prefetch", noting("ahead"))
 
     def run_and_compare(chapter: Path | str) -> None:
         reduced = "--reduce-dtype" in (ROOT / chapter / "train_llm.py").read_text()
@@ -285,8 +297,6 @@ def check_sharding(train, corpus, tmp_path, monkeypatch) -> Callable[[Path | str
                 assert dtype == torch.float32, f"the sums are in {dtype}"
         synced = [args[1] for args, _ in seen["sync"]]
         assert synced == [True] * 3, f"the gradients are reduced: {synced}"
-        ahead = [len(args[1]) for args, _ in seen["ahead"]]
-        assert ahead == [2, 1, 0], f"gathered ahead are {ahead}"
         assert len(seen["recomputed"]) == 3 * 3, "not each block of each pass is recomputed"
 
     return run_and_compare
@@ -306,7 +316,6 @@ SHARDING_BUGS = {
     ),
     "reduce dtype": ("args.reduce_dtype or args.param_dtype", "args.param_dtype", "the sums are"),
     "reduce": ("last_backward or args.reduce_every_backward", "last_backward", "the gradients are"),
-    "prefetch": ("i + 1 : i + 1 + args.prefetch", "i + 1 : i + 2", "gathered ahead are"),
     "recompute": ('args.activation_checkpointing != "none"', "False", "not each block"),
 }
 

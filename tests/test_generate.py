@@ -47,9 +47,12 @@ def random_model(name: str) -> PreTrainedModel:
     return model.eval()
 
 
-def save_run(run_dir: Path, name: str, model: nn.Module, step: int = 7) -> None:
+def save_run(
+    run_dir: Path, name: str, model: nn.Module, step: int = 7, tokenizer_name: str | None = None
+) -> None:
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     training = {"model": describe_model(model), "seq_length": 32, "param_dtype": "float32"}
+    training["sources"] = {"model_name": name, "tokenizer_name": tokenizer_name}
     schedule = LambdaLR(optimizer, lambda step: 1.0)
     save_checkpoint(run_dir, model, optimizer, schedule, {"step": step}, training, keep=2)
 
@@ -89,9 +92,7 @@ def ask(generate, saved, tmp_path):
 
     def run(name: str, *args: object, **options: object) -> list[dict]:
         output = tmp_path / "texts.jsonl"
-        generate(
-            saved / name, "-m", name.removesuffix("-folder"), "--output", output, *args, **options
-        )
+        generate(saved / name, "--output", output, *args, **options)
         lines = output.read_text().splitlines()
         output.unlink()
         return [json.loads(line) for line in lines]
@@ -274,11 +275,49 @@ def test_newest_checkpoint_and_another_one(generate, tmp_path):
     save_run(tmp_path / "run", "gpt2-tiny", random_model("gpt2-tiny"), 3)
     args = (tmp_path / "run", "-p", "def", "--temperature", 0)
     old = generate(*args)
-    assert old.err == f"step 3 of {tmp_path}/run; greedy: always the most likely token\n"
+    names = "(model gpt2-tiny, tokenizer gpt2-tiny)"
+    assert old.err == f"step 3 of {tmp_path}/run {names}; greedy: always the most likely token\n"
     save_run(tmp_path / "run", "gpt2-tiny", other_model("gpt2-tiny"), 5)
     new = generate(*args)
     assert new.err.startswith("step 5 of ") and new.out != old.out
     assert generate(*args, "--step", 3) == old
+
+
+def forget_names(run: Path) -> None:
+    """Make it a run of before state.json had the names of model and tokenizer."""
+    state = json.loads((run / "state.json").read_text())
+    del state["training"]["sources"]
+    (run / "state.json").write_text(json.dumps(state))
+
+
+def test_a_run_has_its_own_tokenizer(generate, tmp_path):
+    """Arguments replace its names; a run of before has none, so it says what it assumes."""
+    tokenizer = models.load_tokenizer("gpt2-tiny")
+    tokenizer.add_tokens(["unusual"])
+    tokenizer.save_pretrained(tmp_path / "tokenizer")
+    config = models.load_config("llama-tiny")
+    own = str(tmp_path / "tokenizer")
+    models.check_sizes(config, models.load_tokenizer(own), None)
+    model = AutoModelForCausalLM.from_config(config)
+    save_run(tmp_path / "run", "llama-tiny", model, tokenizer_name=own)
+    first_line = f"step 7 of {tmp_path}/run (model llama-tiny, tokenizer {own}); sampled with seed"
+    assert generate(tmp_path / "run", "-p", "def").err.startswith(first_line)
+    said = refuse_here(generate, tmp_path / "run", "-p", "def", "--tokenizer-name", "gpt2-tiny")
+    assert said.endswith("/run has another model than llama-tiny: give -m and --tokenizer-name.")
+
+    save_run(tmp_path / "old", "llama-tiny", model)
+    forget_names(tmp_path / "old")
+    said = refuse_here(generate, tmp_path / "old", "-p", "def")
+    assert said.endswith("/old has another model than gpt2-tiny: give -m and --tokenizer-name.")
+    given = ("-m", "llama-tiny", "--tokenizer-name", own)
+    assert generate(tmp_path / "old", "-p", "def", *given).err.startswith(
+        first_line.replace("/run ", "/old ")
+    )
+    save_run(tmp_path / "older", "gpt2-tiny", random_model("gpt2-tiny"))
+    forget_names(tmp_path / "older")
+    names = "model gpt2-tiny, tokenizer gpt2-tiny, assumed because the run does not name its own"
+    said = generate(tmp_path / "older", "-p", "def").err
+    assert said.startswith(f"step 7 of {tmp_path}/older ({names}); ")
 
 
 def test_a_checkpoint_that_goes_while_it_is_read(generate, tmp_path, monkeypatch):
@@ -393,7 +432,9 @@ def test_as_a_reader_starts_it(saved, tmp_path):
     command += f"{saved}/gpt2-tiny --max-new-tokens 5 | head -n 1"
     done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 0 and done.stdout.startswith("def")
-    assert done.stderr == f"step 7 of {saved}/gpt2-tiny; sampled with seed 0\n"
+    assert done.stderr == (
+        f"step 7 of {saved}/gpt2-tiny (model gpt2-tiny, tokenizer gpt2-tiny); sampled with seed 0\n"
+    )
 
 
 @pytest.fixture
@@ -424,7 +465,7 @@ def test_bad_input(refuse, saved, tmp_path):
     )
     assert "The preset gpt2-tiny has no weights: give a run's folder" in refuse("gpt2-tiny")
     assert "another model than llama-tiny: give -m" in refuse(run, "-m", "llama-tiny")
-    assert "keeps no checkpoint of step 3, only of 7" in refuse(run, "--step", 3)
+    assert "keeps no checkpoint of step 3: give one of 7" in refuse(run, "--step", 3)
     assert "leave out --step" in refuse(saved / "gpt2-tiny-folder", "--step", 3)
     length = len(models.load_tokenizer("gpt2-tiny")(text)["input_ids"])
     assert refuse(run, "-p", text) == (

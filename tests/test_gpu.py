@@ -86,14 +86,13 @@ def test_no_step_waits_for_the_gpu(train, monkeypatch, chapter):
 
 @pytest.mark.gpu
 def test_the_check_for_waiting_catches_an_item_call(train, monkeypatch):
-    original = torch.nn.utils.clip_grad_norm_
+    original = torch.nn.utils.clip_grads_with_norm_
 
-    def clip_and_wait(*args: object) -> torch.Tensor:
-        norm = original(*args)
+    def clip_and_wait(parameters: object, max_norm: float, norm: torch.Tensor) -> None:
         norm.item()
-        return norm
+        original(parameters, max_norm, norm)
 
-    monkeypatch.setattr(torch.nn.utils, "clip_grad_norm_", clip_and_wait)
+    monkeypatch.setattr(torch.nn.utils, "clip_grads_with_norm_", clip_and_wait)
     with pytest.raises(RuntimeError, match="synchroniz"):
         test_no_step_waits_for_the_gpu(train, monkeypatch, "01-single-gpu")
 

@@ -1,5 +1,6 @@
 """How the processes of a run are started, what they say, and how all of them end."""
 
+import errno
 import functools
 import os
 import re
@@ -12,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from conftest import (
     CHAPTERS,
     ROOT,
@@ -70,7 +72,7 @@ def test_only_rank_0_speaks_and_all_agree_on_its_name(chapter, flags, tmp_path):
     ranks = Ranks(3, arguments, chapter=chapter, stderr_file=files, plant=set_the_clock_by_rank)
     assert ranks.finish() == [0, 0, 0]
     (run_dir,) = (tmp_path / "outputs").iterdir()
-    assert run_dir.name == "gpt2-tiny-corpus-19700101-000000", "by the clock of rank 0"
+    assert re.match("gpt2-tiny-corpus-19700101-000000-", run_dir.name), "by the clock of rank 0"
     said = [Path(file).read_text() for file in files]
     assert "[rank 0] step 2/2 | loss " in said[0] and f"-e {run_dir.name}" in said[0]
     assert said[1:] == ["", ""]
@@ -90,7 +92,8 @@ def test_a_complete_run_says_so_on_all_ranks(chapter, flags, tmp_path):
     file = str(tmp_path / "stderr")
     options = {"chapter": chapter, "stderr_file": [file, os.devnull]}
     assert Ranks(2, arguments, **options).finish() == [0, 0]
-    assert "this run is complete: all of its 2 steps are done" in Path(file).read_text()
+    said = Path(file).read_text()
+    assert "this run is complete: all of its 2 steps are done" in said and "to resume" not in said
     assert (tmp_path / "run/state.json").read_bytes() == before
 
 
@@ -101,7 +104,7 @@ def test_a_global_batch_that_the_ranks_cannot_share(chapter, flags):
     done = run_script(*TORCHRUN, 2, f"{chapter}/train_llm.py", *arguments)
     assert done.returncode == 1, "torchrun's own status"
     sentence = "2 devices cannot share --global-batch-size 7 evenly: "
-    sentence += "give another number of devices, or a multiple of 2."
+    sentence += "give another number of devices, or a --global-batch-size that 2 divides."
     assert said_by_ranks(done.stderr) == [sentence]
     assert re.search(r"rank +: 0 \(local_rank: 0\)\n +exitcode +: 2", done.stderr)
 
@@ -238,11 +241,11 @@ def test_plan_of_a_launch_file(monkeypatch, tmp_path):
     """It finds the name wherever argparse finds it, and shares out the cores."""
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
     monkeypatch.delenv("NPROC_PER_NODE", raising=False)
-    (tmp_path / "my.args").write_text("--experiment-name 'from a file'  # comment\n--seed 3\n")
+    (tmp_path / "my.args").write_text("--experiment-name 'from-a-file'  # comment\n--seed 3\n")
     assert plan(["-e", "a", "--save-dir", "b c"]) == ("a", "b c", 2, 4)
     assert plan(["-ea", "-s", "32"]) == ("a", "outputs", 2, 4)
     assert plan(["--experiment-name=a"])[0] == "a"
-    assert plan([f"@{tmp_path}/my.args", "--zero1"])[0] == "from a file"
+    assert plan([f"@{tmp_path}/my.args", "--zero1"])[0] == "from-a-file"
     assert plan([])[0].startswith("gpt2-tiny-python-stdlib-20")
     monkeypatch.setenv("NPROC_PER_NODE", "3")
     assert plan([])[2:] == (3, 2)
@@ -276,6 +279,88 @@ def test_what_is_no_number_of_nodes(monkeypatch, nodes):
     monkeypatch.setenv("NNODES", nodes)
     with pytest.raises(InputError, match=f"^NNODES is '{nodes}', which is neither a number"):
         plan(["-e", "run"])
+
+
+@pytest.mark.parametrize("name", ["../../x", "a b", ".."])
+def test_a_launch_file_refuses_a_name_that_is_no_folder(tmp_path, name):
+    """Otherwise torchrun would make the folder of its logs outside of --save-dir."""
+    save_dir = tmp_path / "a/b/c"
+    save_dir.mkdir(parents=True)
+    done = subprocess.run(
+        ["bash", ROOT / "02-ddp/launch.sh", "--save-dir", save_dir, "-e", name],
+        env=quick(NPROC_PER_NODE=2),
+        capture_output=True,
+        text=True,
+    )
+    sentence = f"{name!r} cannot be an experiment's name: it names a folder, so use letters, "
+    assert done.returncode == 2 and done.stdout == "", done
+    assert done.stderr == sentence + "digits, '-', '_' and '.'.\n"
+    folders = [path.relative_to(tmp_path).as_posix() for path in sorted(tmp_path.rglob("*"))]
+    assert folders == ["a", "a/b", "a/b/c"]
+
+
+def write_limits(root: Path, group: str, limits: dict[str, str]) -> None:
+    (root / "proc/self").mkdir(parents=True)
+    (root / "proc/self/cgroup").write_text(f"12:cpu:/elsewhere\n0::{group}\n")
+    for folder, limit in limits.items():
+        (root / "sys/fs/cgroup" / folder).mkdir(parents=True, exist_ok=True)
+        (root / "sys/fs/cgroup" / folder / "memory.max").write_text(f"{limit}\n")
+
+
+@pytest.mark.parametrize(
+    ("group", "limits", "expected"),
+    [
+        ("/", {".": "5000"}, 5000),  # in a container, its own group looks like the top one
+        ("/slurm/job_1/step_0/task_0", {"slurm/job_1": "4000", "slurm": "max"}, 4000),
+        ("/slurm/job_1/step_0", {"slurm/job_1/step_0": "3000", "slurm": "4000"}, 3000),
+        ("/slurm/job_1", {"slurm/job_1": "max", "slurm/job_2": "10"}, None),
+        ("/slurm/job_1", {}, None),
+    ],
+)
+def test_memory_is_limited_by_each_control_group(tmp_path, group, limits, expected):
+    write_limits(tmp_path, group, limits)
+    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert distributed.memory_bytes(tmp_path) == (expected or physical)
+
+
+def test_memory_without_control_groups(tmp_path):
+    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert distributed.memory_bytes(tmp_path) == physical
+    assert 0 < distributed.memory_bytes() <= physical
+
+
+def test_a_world_size_that_is_no_number_is_one_sentence(flags):
+    done = run_script("02-ddp/train_llm.py", *flags, **{**PLACE, "WORLD_SIZE": "two"})
+    sentence = "WORLD_SIZE is 'two', not a number: start this with torchrun.\n"
+    assert (done.returncode, done.stderr) == (2, sentence)
+
+
+def test_a_lost_peer_is_reported_with_the_last_line_of_the_repository(monkeypatch, tmp_path):
+    """Debian's folder of packages is dist-packages; a virtual environment is often inside."""
+    for folder in ("lib/dist-packages", ".venv/lib/site-packages"):
+        package = tmp_path / folder / "package.py"
+        package.parent.mkdir(parents=True)
+        package.write_text("def fail():\n    raise RuntimeError('[x] /gloo/pair.cc: closed')\n")
+        script = tmp_path / "script.py"
+        script.write_text("def main():\n    fail()  # the line to show\n")
+        outside: dict = {}
+        exec(compile(package.read_text(), str(package), "exec"), outside)
+        exec(compile(script.read_text(), str(script), "exec"), outside)
+        pattern = distributed.OWN_FILES.pattern.replace(
+            re.escape(str(ROOT)), re.escape(str(tmp_path))
+        )
+        monkeypatch.setattr(distributed, "OWN_FILES", re.compile(pattern))
+        with pytest.raises(RuntimeError) as failed:
+            outside["main"]()
+        sentence, status = distributed._explain(failed.value)
+        assert status == 1
+        assert sentence.startswith(f"{script}, line 2: fail()  # the line to show\nThe other ranks")
+
+
+def test_a_folder_that_cannot_be_written_is_one_sentence():
+    error = OSError(errno.EROFS, "Read-only file system", "/data/x")
+    sentence = "Cannot write /data/x: Read-only file system. Free space or choose a writable "
+    assert distributed._explain(error) == (sentence + "folder, then start again.", 2)
 
 
 def test_a_plan_that_fails_is_one_sentence():
@@ -571,6 +656,63 @@ def test_a_rank_among_others_skips_the_end_of_the_interpreter(tmp_path, world_si
     assert (done.returncode, done.stderr) == (75, "")
     ends = ["thread", "atexit", "interpreter"]
     assert done.stdout.split() == (ends if world_size == 1 else ends[:2])
+
+
+@pytest.mark.parametrize("chapter", first_then_slow(DISTRIBUTED))
+def test_a_rank_ends_though_a_thread_of_gloo_is_late(chapter, flags, tmp_path):
+    assert end_late(chapter, flags, tmp_path) == [0, 0]
+
+
+@pytest.mark.planted
+@pytest.mark.parametrize("chapter", ["02-ddp", "03-multi-node"])
+def test_planted_process_group_freed_by_main_is_noticed(chapter, flags, tmp_path):
+    """Without DDP, nothing in main() holds the group: chapters 4 and 5 end either way."""
+    assert end_late(chapter, flags, tmp_path, plant=free_the_group)[0] is None
+
+
+def end_late(chapter: str, flags: list[object], tmp_path: Path, plant=None) -> list[int | None]:
+    """Run on two ranks; return their exit statuses, None if a rank that left has not ended.
+
+    With the planted bug, the ranks have 20 s to end.
+    """
+    options = {"chapter": chapter, "plant": plant or delay_gloo}
+    ranks = Ranks(2, [*flags, "-e", "run"], env={"LEFT": tmp_path / "left"}, **options)
+    for rank in range(2):
+        wait_for_file(tmp_path / f"left{rank}", ranks.processes[rank].is_alive)
+    for process in ranks.processes:
+        process.join(20 if plant else 300)
+    statuses = [process.exitcode for process in ranks.processes]
+    for process in ranks.processes:
+        process.kill()
+    return statuses
+
+
+def delay_gloo() -> None:
+    """Rank 0 leaves the group while a thread of gloo still holds a tensor of Python's."""
+    leave = dist.destroy_process_group
+
+    def leave_early() -> None:
+        if os.environ["RANK"] == "1":
+            time.sleep(1)  # rank 0 waits for this rank when it registers what its thread does then
+        future = dist.all_reduce(torch.ones(2), async_op=True).get_future()
+        if os.environ["RANK"] == "0":
+            future.then(lambda _: time.sleep(1))
+        future.wait()  # not for what its thread does then
+        leave()
+        Path(os.environ["LEFT"] + os.environ["RANK"]).touch()
+
+    dist.destroy_process_group = leave_early
+
+
+def free_the_group() -> None:
+    delay_gloo()
+    leave = dist.destroy_process_group
+
+    def let_go() -> None:
+        leave()
+        distributed._kept_group = None
+
+    dist.destroy_process_group = let_go
 
 
 def kill_torchrun(

@@ -56,8 +56,6 @@ ALONE = [
     FSDP,
     FSDP | {"activation_checkpointing": "selective"},
     FSDP | {"activation_checkpointing": "full"},
-    FSDP | {"prefetch": 0},
-    FSDP | {"prefetch": 2},
     FSDP | {"reshard_after_forward": False},
     FSDP | {"accumulation": 2},
     FSDP | {"accumulation": 2, "reduce_every_backward": True},
@@ -132,10 +130,6 @@ def train(name: str, options) -> dict[str, int]:
             for block in blocks:
                 fully_shard(block, reshard_after_forward=options.reshard_after_forward, **how)
             fully_shard(model, **how)
-            for i in range(len(blocks) if options.prefetch else 0):
-                n = options.prefetch
-                blocks[i].set_modules_to_forward_prefetch(blocks[i + 1 : i + 1 + n])
-                blocks[i].set_modules_to_backward_prefetch(blocks[max(0, i - n) : i][::-1])
         elif options.sharding != "none":
             forward = DistributedDataParallel(model, gradient_as_bucket_view=True)
         adamw = torch.optim.AdamW
@@ -435,8 +429,11 @@ def test_the_chart(say, tmp_path):
             ["--gpus", 12],
             "--gpus 12 does not fill nodes of 8 GPUs: give a multiple of --gpus-per-node.",
         ),
-        (["-m", "/nowhere"], "There is no model at '/nowhere': no such file or folder."),
-        (["-s", 4096], "The model has 1024 positions: --seq-length 4096 is more than that."),
+        (
+            ["-m", "/nowhere"],
+            "There is no model at '/nowhere': no such file or folder; check the path.",
+        ),
+        (["-s", 4096], "The model has 1024 positions: --seq-length 4096 is more than that"),
         (
             ["-m", "gpt2-tiny", "--chart", "chart.gif"],
             "--chart chart.gif must be a .png or .svg file",

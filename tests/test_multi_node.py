@@ -273,7 +273,7 @@ def test_same_losses_with_job_srun_sbatch(lab):
         job = lab.submit(JOB_SRUN, "srun")
         assert lab.ends(job) == "COMPLETED", lab.log("srun")
     assert_two_by_two(lab, "srun")
-    kept = (cache / "packed-blocks").iterdir()
+    kept = (cache / "tokens").iterdir()
     assert sorted(path.suffix for path in kept) == ["", ".lock"]
 
 
@@ -298,7 +298,7 @@ def test_same_losses_with_launch_torchrun(lab):
         assert [node.wait(PATIENCE_S) for node in nodes] == [0, 0], lab.log("torchrun")
     assert_two_by_two(lab, "torchrun")
     for cache in (one, two):
-        kept = (cache / "packed-blocks").iterdir()
+        kept = (cache / "tokens").iterdir()
         assert sorted(path.suffix for path in kept) == ["", ".lock"]
 
 
@@ -609,7 +609,7 @@ def test_planted_torchrun_that_hears_the_signal_ends_without_saving(lab, planted
     name = "hears"
     number = hit(lab, job, name)
     lab.cluster.shell("scancel", "--signal=USR1", number)
-    lab.wait_for(lambda: "The run goes on when" in lab.log(name))
+    lab.wait_for(lambda: "The run resumes when" in lab.log(name))
     assert "Told to stop" not in lab.log(name)
     lab.cancel(number)
 

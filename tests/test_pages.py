@@ -18,6 +18,7 @@ import shlex
 import shutil
 import subprocess
 import sys
+import tomllib
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,9 +36,17 @@ import report
 PAGES = report.pages()
 CHAPTER_PAGES = [ROOT / chapter / "README.md" for chapter in CHAPTERS]
 HEADINGS = [
-    *("What you learn", "Run it", "What changes", "How it works", "What it costs"),
-    *("When it breaks", "Exercises", "Next"),
+    *("The idea", "Run it", "The diff", "What it costs"),
+    *("When it breaks", "Check yourself", "Where next"),
 ]
+# How many words a page may have, as wc -w counts them. What is folded in a lesson does not count.
+LESSON_WORDS, TOPIC_WORDS = 2500, 1500
+WORDS = {
+    "README.md": 1200,
+    "03-multi-node/diagnosing.md": 2500,
+    "05-mixed-precision/beyond.md": 2500,
+}
+LOOKED_UP = ("reference.md", "measurements.md", "classify_reference.md")  # have no limit
 NEEDS = {"gpu", "cluster", "local_cluster", "hub"}
 LANGUAGES = (["bash"], ["diff"], ["text"], ["python"], ["mermaid"])
 
@@ -73,6 +82,15 @@ def wrong_headings(page: Path, text: str) -> list[str]:
         return []
     found = re.findall(r"^## (.+)$", text, re.MULTILINE)
     return [] if found == HEADINGS else [f"headings are {found}"]
+
+
+def too_long(page: Path, text: str) -> list[str]:
+    if page.name in LOOKED_UP or page.parent.name == "solutions":
+        return []
+    limit = LESSON_WORDS if page in CHAPTER_PAGES else WORDS.get(name_of(page), TOPIC_WORDS)
+    unfolded = re.sub(r"<details>(?:.*\n)*?</details>", "", text)
+    words = len(unfolded.split())
+    return [f"{words} words, {limit} at most"] if words > limit else []
 
 
 def dead_links(page: Path, text: str) -> list[str]:
@@ -130,11 +148,10 @@ def wrong_diffs(page: Path, text: str) -> list[str]:
 
     A block can also show a piece of a .diff file beside the page.
     """
-    real = real_diff(page)
+    real = real_diff(page) or []
     shown = [block for _, block in blocks(text, "diff")]
     files = [path.read_text() for path in page.parent.glob("*.diff")]
-    if real is None:  # solutions show the whole of each file beside them
-        files *= page.parent.name == "solutions"
+    if page.parent.name == "solutions":  # they show the whole of each file beside them
         complaints = [f"a diff of no file:\n{each}" for each in shown if each not in files]
         return complaints + [f"not shown:\n{each}" for each in files if each not in shown]
     complaints, covered = [], set()
@@ -161,7 +178,7 @@ def wrong_diffstats(page: Path, text: str) -> list[str]:
     added, removed = (sum(line[0] == sign for line in real) for sign in "+-")
     right = f"{added} insertion{'s' * (added != 1)}(+), {removed} deletion{'s' * (removed != 1)}(-)"
     found = re.findall(r"\d+ insertions?\(\+\)(?:, \d+ deletions?\(-\))?", text)
-    opening = text.split("## What changes\n")[1].split("```diff")[0]
+    opening = text.split("## The diff\n")[1].split("```diff")[0]
     complaints = [f"{each}, really {right}" for each in found if each != right]
     return complaints if right in opening else [*complaints, f"does not open with {right}"]
 
@@ -169,12 +186,26 @@ def wrong_diffstats(page: Path, text: str) -> list[str]:
 def refused_arguments(page: Path, text: str) -> list[str]:
     """The parser of each script takes the arguments that a command gives it."""
     inline = re.findall(r"`((?:python|torchrun|bash)\s[^`]+)`", prose(text))
+    added = added_by_diffs(text)
     return [
         f"{command}: {script}: {complaint}"
         for command in [*inline, *(command for _, command in commands(text))]
         for script, arguments in scripts_of(command)
-        if (complaint := refusal(script, tuple(arguments)))
+        if (complaint := refusal(script, tuple(without_flags(arguments, added))))
     ]
+
+
+def added_by_diffs(text: str) -> set[str]:
+    """Return the flags that have a value, of the diffs that a page's commands apply."""
+    files = re.findall(r"^git apply (\S+\.diff)$", text, re.MULTILINE)
+    diffs = "".join((ROOT / file).read_text() for file in files if (ROOT / file).exists())
+    return set(re.findall(r'^\+ +add\("(--[\w-]+)", default', diffs, re.MULTILINE))
+
+
+def without_flags(arguments: list[str], flags: set[str]) -> list[str]:
+    """Return arguments without these flags and their values."""
+    values = {i + 1 for i, word in enumerate(arguments) if word in flags}
+    return [w for i, w in enumerate(arguments) if w not in flags and i not in values]
 
 
 def simple_commands(command: str) -> list[list[str]]:
@@ -346,12 +377,25 @@ def invented_messages(page: Path, text: str) -> list[str]:
     return complaints
 
 
+def wrong_excerpts(page: Path, text: str) -> list[str]:
+    """The first lesson has no diff: its blocks of Python are pieces of its script."""
+    if page != CHAPTER_PAGES[0]:
+        return []
+    script = "\n" + (page.parent / "train_llm.py").read_text()
+    shown = [block for _, block in blocks(text, "python")]
+    if not shown:
+        return ["shows nothing of its script"]
+    return [f"not in the script:\n{each}" for each in shown if f"\n{each}" not in script]
+
+
 RULES = (
     wrong_headings,
+    too_long,
     dead_links,
     paths_that_are_gone,
     wrong_diffs,
     wrong_diffstats,
+    wrong_excerpts,
     refused_arguments,
     unknown_blocks,
     gone_tests,
@@ -377,6 +421,7 @@ def test_every_chapter_has_a_page():
 
 ROT = {
     wrong_headings: [("## What it costs", "## Price", "headings are")],
+    too_long: [("\\A", "one more word " * 900, "words, 2500 at most")],
     dead_links: [
         (r"\]\(\.\./tests/", "](../tusts/", "no such file"),
         (r"\]\(#[a-z]", "](#x", "no such heading"),
@@ -393,6 +438,11 @@ ROT = {
     wrong_diffstats: [
         (r"\d+ insertions", "1 insertions", "1 insertions(+)"),
         (r".* insertions.*\n", "", "does not open with"),
+    ],
+    wrong_excerpts: [
+        (r"^    rank = 0$", "    rank = 1", "not in the script"),
+        (r"^    world_size = 1\n", "", "not in the script"),
+        (r"^```python\n(?=    )", "```bash\n", "shows nothing"),
     ],
     refused_arguments: [
         ("launch.sh -e three", "launch.sh --speed 3 -e three", "arguments: --speed"),
@@ -433,12 +483,26 @@ def test_every_rule_has_planted_rot():
 @pytest.mark.check
 @pytest.mark.parametrize(("rule", "pattern", "new", "complaint"), ROTS)
 def test_rule_finds(rule, pattern, new, complaint):
-    page = ROOT / "02-ddp/README.md"
-    text = page.read_text()
-    rotten = re.sub(pattern, new, text, flags=re.MULTILINE)
+    names = ("README.md", "reference.md", "measurements.md")
+    for page in (*(ROOT / "02-ddp" / name for name in names), CHAPTER_PAGES[0]):
+        text = page.read_text()
+        rotten = re.sub(pattern, new, text, flags=re.MULTILINE)
+        if rotten != text:
+            break
     assert rotten != text, "nothing to replace"
     assert rule(page, text) == []
     assert complaint in "\n".join(rule(page, rotten))
+
+
+@pytest.mark.check
+def test_only_a_diff_on_the_page_adds_a_flag():
+    page = ROOT / "05-mixed-precision/beyond.md"
+    text = page.read_text()
+    assert refused_arguments(page, text) == []
+    rotten = text.replace("git apply 05-mixed-precision/tensor-parallel.diff\n", "")
+    assert "unrecognized arguments: --tensor-parallel" in refused_arguments(page, rotten)[0]
+    rotten = text.replace("--tensor-parallel 2\n", "--tensor-serial 2\n")
+    assert "unrecognized arguments: --tensor-serial" in refused_arguments(page, rotten)[0]
 
 
 @pytest.mark.check
@@ -490,8 +554,9 @@ def test_the_picture_is_of_todays_scripts(monkeypatch):
 COUNTED = "commands on pages"  # conftest.py adds up what tests record under this name
 RUN, SHORTENED, ELSEWHERE, PARSED = "run", "shortened", "run by other tests", "only parsed"
 TRAINS = r"\b(train_(llm|classifier)\.py|launch(_\w+)?\.sh)|^make train"
-# They change the environment that tests run in, open a browser, or run the tests themselves.
-NOT_HERE = r"\bpip\b|-m venv|^make (?!train|diff)|-m pytest"
+# They fetch the repository, change the environment that tests run in, open a browser, or run the
+# tests themselves.
+NOT_HERE = r"^git clone|^cd |\bpip\b|-m venv|^make (?!train|diff)|-m pytest"
 HAS_CLUSTER = shutil.which("slurmctld") and os.geteuid() == 0
 OTHER_NODES = r"NNODES|HEAD=|HOSTS|hosts\.txt|node\d|mpirun|sbatch|srun|--precision fp8"
 # Runs of two steps spend most of their time on the evaluation, the sample and the classifier's
@@ -665,6 +730,14 @@ def test_the_front_page_spells_out_what_make_installs():
     assert spelled_out and spelled_out <= made
     wrong = page.replace("--constraint requirements.txt", "--constraint other.txt")
     assert not changes_of_the_environment(wrong) <= made
+
+
+@pytest.mark.check
+def test_the_front_page_begins_with_three_commands():
+    name = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["name"]
+    three = [f"git clone REPOSITORY_URL {name}", f"cd {name}", "make train"]
+    assert [line for _, line in commands((ROOT / "README.md").read_text())][:3] == three
+    assert [fate(set(), line) for line in three] == [PARSED, PARSED, SHORTENED]
 
 
 @pytest.mark.check

@@ -50,7 +50,7 @@ def test_from_text_to_a_sample(lab):
     lab.cluster.shell("scancel", "--signal=USR1", job)
     assert lab.ends(job) == "COMPLETED", lab.log("whole")
     assert lab.cluster.job(job)["Restarts"] == "1"
-    assert "The run goes on when the job starts again." in lab.log("whole")
+    assert "The run resumes when the job starts again." in lab.log("whole")
     assert_whole(lab, "whole")
     line, _ = (lab.folder / "whole/comments.txt").read_text().splitlines()
     assert f" job {job}: {COMMENT} (-e whole " in line

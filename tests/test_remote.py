@@ -286,13 +286,13 @@ def test_export(server, bucket, straight, monkeypatch, tmp_path, capsys):
     one, other = [(folder / "model.safetensors").read_bytes() for folder in folders]
     assert one == other
     logits = [
-        trained_model.load_trained(str(place), "gpt2-tiny", None, None)
+        trained_model.load_trained(str(place), None, None, None)
         .model(torch.tensor([[1, 2]]))
         .logits
         for place in (f"{bucket}/run", straight["01-single-gpu"])
     ]
     assert torch.equal(*logits)
-    for source, reason in (("s3://nowhere/run", "no such folder"), (bucket, "no state.json")):
+    for source, reason in (("s3://nowhere/run", "no state.json"), (bucket, "no state.json")):
         monkeypatch.setattr(sys, "argv", ["export.py", source, str(tmp_path / "model")])
         with pytest.raises(InputError, match=reason):
             script.main()
@@ -532,6 +532,39 @@ def test_planted_bug_is_noticed(plant, step, noticed, run_dir, monkeypatch):
 
 
 # --- what is in a checkpoint ---
+
+
+def log_while_the_store_is_away(run_dir: Path, monkeypatch, log: Callable) -> list[dict]:
+    """Log two steps while no request to the store succeeds, then save; return what is in the store.
+
+    log: called with the tracker and the metrics of a step.
+    """
+    storage.local_run_dir(run_dir).mkdir(parents=True, exist_ok=True)
+    monkeypatch.setenv("WANDB_MODE", "disabled")
+    metrics = tracker.Tracker(run_dir, {}, 0)
+    with monkeypatch.context() as patch:
+        requests = Requests(patch, changes=False)
+        requests.fail_at = 1
+        for step in (1, 2):
+            log(metrics, {"step": step, "loss": 3.0})
+        assert requests.count == 0, "a step asks the store"
+    save(run_dir, 2, 1.0)
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
+    return [json.loads(line) for line in lines]
+
+
+def test_a_store_that_is_away_between_two_saves(run_dir, monkeypatch):
+    lines = log_while_the_store_is_away(run_dir, monkeypatch, tracker.Tracker.log)
+    assert [line["step"] for line in lines] == [1, 2]
+
+
+def test_planted_upload_with_each_line(run_dir, monkeypatch):
+    def log_and_upload(metrics: tracker.Tracker, line: dict) -> None:
+        metrics.log(line)
+        storage.upload(run_dir, "metrics.jsonl")
+
+    with pytest.raises((AssertionError, InputError, OSError)):
+        log_while_the_store_is_away(run_dir, monkeypatch, log_and_upload)
 
 
 def test_a_flipped_bit_and_the_way_back(run_dir):

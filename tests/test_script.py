@@ -34,6 +34,7 @@ FLAGS = {
     "max_steps": None,
     "log_freq": 10,
     "eval_freq": 200,
+    "eval_sequences": 512,
     "ckpt_freq": 50,
     "keep_checkpoints": 2,
 }

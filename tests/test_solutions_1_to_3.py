@@ -26,7 +26,7 @@ import test_pages
 import torch
 from conftest import CHAPTERS, ROOT, random_texts, read_metrics
 from runner import Ranks, Series, after_steps, finish, start
-from test_allreduce_by_hand import check_table, run_ranks
+from test_allreduce_by_hand import SCRIPT, check_table, run_ranks
 from test_autocast import apply, changed
 from test_resume_ranks import newest_step, tensors
 from test_stop import speak_at_once
@@ -44,11 +44,14 @@ from common.timers import flops_per_token
 SOLVED = CHAPTERS[:3]
 ALONE, DDP, NODES = SOLVED
 # What an exercise allows: lines of code.
-BUDGETS = {"No line of code": 0, "One word": 1, "One line": 1, "Two lines": 2, "Five lines": 5}
+BUDGETS = {
+    **{"No line of code": 0, "No code is needed": 0, "One word": 1, "One line": 1},
+    **{"Two lines": 2, "Five lines": 5},
+}
 DIFFS = {
     (ALONE, 2): "2-forgotten-division.diff",
     (DDP, 2): "2-wrong-model.diff",
-    (NODES, 6): "6-leaves-alone.diff",
+    (NODES, 2): "2-leaves-alone.diff",
 }
 
 
@@ -60,10 +63,19 @@ def flat(text: str) -> str:
     return " ".join(text.split())
 
 
-def exercises(page: str) -> dict[tuple[int, str], str]:
-    """Return the text of each exercise of a chapter's page, by number and title."""
-    section = page.split("## Exercises\n")[1].split("\n## ")[0]
-    found = re.findall(r"^(\d+)\. \*\*(.+?)\.\*\* ((?:.*\n)*?)(?=^\d+\. |\Z)", section, re.M)
+def exercise_page(chapter: str) -> str:
+    """Return the exercises of a lesson, followed by those of its reference page."""
+    lesson = (ROOT / chapter / "README.md").read_text()
+    section = lesson.split("## Check yourself\n")[1].split("\n## ")[0] + "\n"
+    reference = (ROOT / chapter / "reference.md").read_text()
+    for more in reference.split("## More exercises\n")[1:]:
+        section += more.split("\n## ")[0] + "\n"
+    return section
+
+
+def exercises(section: str) -> dict[tuple[int, str], str]:
+    """Return the text of each exercise in a section, by number and title."""
+    found = re.findall(r"^(\d+)\. \*\*(.+?)\.\*\* ((?:.*\n)*?)(?=^\d+\. |^\S|\Z)", section, re.M)
     return {(int(number), title): flat(text) for number, title, text in found}
 
 
@@ -109,13 +121,12 @@ def checks_left_out(page: str, solutions: str) -> list[str]:
 
 
 def over_budget(page: str, solutions: str) -> list[str]:
-    """Lines added or removed by the diff, or of Python; none where the exercise needs none."""
+    """Lines added or removed by the diff, or of Python, where the exercise says how many."""
     complaints = []
     solved = sections(solutions)
     for key, text in exercises(page).items():
-        budgets = [lines for words, lines in BUDGETS.items() if f"{words}." in text]
-        if len(budgets) != 1:
-            complaints.append(f"{key} gives {len(budgets)} budgets")
+        budgets = [n for words, n in BUDGETS.items() if re.search(f"{words}[.:]", text, re.I)]
+        if not budgets:
             continue
         shown = solved.get(key, "")
         diffs = "".join(block for _, block in test_pages.blocks(shown, "diff"))
@@ -124,7 +135,7 @@ def over_budget(page: str, solutions: str) -> list[str]:
         count = max(signs.count("+"), signs.count("-"), sum(map(bool, code.splitlines())))
         if count > budgets[0] or bool(count) != bool(budgets[0]):
             complaints.append(f"{key} has {count} lines for {budgets[0]}")
-        if "One word." in text and signs == ["-", "+"]:
+        if re.search("one word[.:]", text, re.I) and signs == ["-", "+"]:
             before, after = (re.findall(r"\w+", line) for line in changed(diffs))
             steps = difflib.SequenceMatcher(None, before, after).get_opcodes()
             words = [j - i for kind, i, j, _, _ in steps if kind != "equal"]
@@ -138,14 +149,13 @@ RULES = (unsolved, checks_left_out, over_budget)
 @pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
 @pytest.mark.parametrize("chapter", SOLVED)
 def test_solutions(chapter, rule):
-    page = (ROOT / chapter / "README.md").read_text()
-    assert rule(page, solutions_of(chapter).read_text()) == []
+    assert rule(exercise_page(chapter), solutions_of(chapter).read_text()) == []
 
 
 @pytest.mark.parametrize("chapter", SOLVED)
 def test_checks_choose_tests(chapter):
     """test_pages.py looks at whether these are there."""
-    assert "Check: `python -m pytest tests/" in flat((ROOT / chapter / "README.md").read_text())
+    assert "`python -m pytest tests/" in flat(solutions_of(chapter).read_text())
 
 
 @pytest.mark.parametrize(
@@ -162,7 +172,7 @@ def test_checks_choose_tests(chapter):
     ],
 )
 def test_rule_finds(rule, pattern, new, complaint):
-    page, solutions = (path.read_text() for path in (ROOT / DDP / "README.md", solutions_of(DDP)))
+    page, solutions = exercise_page(DDP), solutions_of(DDP).read_text()
     rotten = re.sub(pattern, new, solutions, count=1, flags=re.M)
     assert rotten != solutions, "nothing to replace"
     assert rule(page, solutions) == []
@@ -245,7 +255,7 @@ def accumulation() -> list[str]:
     state = 16 * size(model) / 1e6
     return [
         f"are {state:.1f} MB of tensors",
-        f"{kept[0]:.1f} MB with `-b 2`, {kept[1]:.1f} MB with `-b 24`, 12 times",
+        f"{kept[0]:.1f} MB with `-b 2` and {kept[1]:.1f} MB with `-b 24`, 12 times",
         f"every operation {24 // 2} times, on 2 sequences",
     ]
 
@@ -255,13 +265,12 @@ def division() -> list[str]:
     assert max(norms) < 1 < 3 * min(norms)
     return [
         f"ln 4096 = {math.log(4096):.2f}",
-        f"largest logged norm is {max(norms):.2f} and the smallest {min(norms):.2f}",
+        f"largest logged norm is {max(norms):.2f} and the smallest is {min(norms):.2f}",
         "within 1e-5",
     ]
 
 
 def kill() -> list[str]:
-    assert "every 50 steps" in flat((ROOT / "README.md").read_text())
     return ["the steps 51 to 73", f"resumed after step 50 of {recorded(ALONE, 'step')[-1]}"]
 
 
@@ -270,8 +279,8 @@ def last_digit() -> list[str]:
     assert changes["nothing"] == {"first_step": None, "largest": 0.0}
     one = changes["one thread"]
     return [
-        f"part in step {one['first_step']}, and differ by at most {one['largest']:.1e} of",
-        f"different seed is another matter, at {changes['seed']['largest']:.1e}",
+        f"differ in step {one['first_step']}. They differ by at most {one['largest']:.1e} of",
+        f"different seed changes the losses by {changes['seed']['largest']:.1e}",
     ]
 
 
@@ -287,12 +296,12 @@ def vocabulary() -> list[str]:
     blocks = size(model.transformer.h)
     before, after = (flops_per_token(each, each.config, 128) for each in (model, small))
     return [
-        f"{logits:,} of {logits + blocks:,}, or {100 * logits / (logits + blocks):.0f}%",
-        f"rest it is {100 * share_of_logits(model, 128):.0f}%",
-        f"print {share_of_logits(model, 128):.3f}",
-        f"share to {100 * share_of_logits(small, 128):.0f}% and a step's arithmetic by "
+        f"{logits:,} of {logits + blocks:,} weights, or {100 * logits / (logits + blocks):.0f}%",
+        f"share of the output layer is {100 * share_of_logits(model, 128):.0f}%",
+        f"prints {share_of_logits(model, 128):.3f}",
+        f"share to {100 * share_of_logits(small, 128):.0f}%, and the arithmetic of a step by "
         f"{100 * (1 - after / before):.0f}%",
-        f"with 1024 positions, the logits are {100 * share_of_logits(large, 1024):.0f}%",
+        f"sequences of 1024 tokens, it is {100 * share_of_logits(large, 1024):.0f}%",
         "vocabulary of 1024",
     ]
 
@@ -305,7 +314,7 @@ def same_training() -> list[str]:
     return [
         f"Of the {len(found)} losses",
         f"{sum(each == 0 for each in found)} are equal to the last digit",
-        f"more than {max(found):.1e} of its size",
+        f"largest relative difference is {max(found):.1e}",
         f"{results('ddp_cpu')['steps']} steps",
     ]
 
@@ -334,13 +343,17 @@ def arithmetic(devices: int) -> str:
 
 
 def back_and_forth() -> list[str]:
-    places = (("on 2 processes", 2), ("in chapter 1", 1), ("on 4 processes", 4))
-    return [f"{place} `{arithmetic(devices)}`" for place, devices in places]
+    places = (
+        ("This chapter, 2 processes", 2),
+        ("Chapter 1, 1 process", 1),
+        ("This chapter, 4 processes", 4),
+    )
+    return [f"{place}: `{arithmetic(devices)}`" for place, devices in places]
 
 
 def launchers() -> list[str]:
     found = differences(NODES)
-    return [f"no loss of {len(found)} differs", f"more than {max(found):.1e} of its size"]
+    return [f"no loss of {len(found)} differs", f"more than {max(found):.1e} of its value"]
 
 
 def pauses() -> list[str]:
@@ -367,8 +380,8 @@ def kill_9_twice() -> list[str]:
     assert worker[1:] == ({13}, {0}) and torchrun[1:] == ({13}, {1})
     found = results("recovery_cpu")
     return [
-        f"hit {found['hit_at'] % found['ckpt_freq']} steps after",
-        "13 steps each",
+        f"killed {found['hit_at'] % found['ckpt_freq']} steps after",
+        "lost 13 steps each",
         f"{worker[0]} s against {torchrun[0]} s",
     ]
 
@@ -378,8 +391,8 @@ def cable() -> list[str]:
     assert second[1:] == ({0}, {0}) and gone[1:] == ({13}, {1})
     return [
         f"silent for {second[0]} s",
-        "some 100 ms",
-        f"{gone[0]} s here, with 13 steps lost",
+        "about 100 ms",
+        f"took {gone[0]} s here, with 13 steps lost",
         f"from `{arithmetic(4)}` to `{arithmetic(2)}`",
     ]
 
@@ -405,11 +418,11 @@ def two_one_two() -> list[str]:
     restarts = re.search(r"MAX_RESTARTS=(\d)", text)[1]
     file = "recorded/elastic.metrics.jsonl"
     return [
-        f"killed after step {killed} and the first goes on after step {resumed[0]}",
-        f"{again} steps are trained twice, and with them their {24 * again} samples",
-        f"`MAX_RESTARTS`, there {restarts}",
+        f"killed after step {killed}, and the first node resumes after step {resumed[0]}",
+        f"{again} steps are trained twice, with the same {24 * again} samples",
+        f"`MAX_RESTARTS` allows, which is {restarts}",
         f"save after step {stopped} and resume after step {stopped}",
-        f"more than {max(differences(NODES, file)):.1e} of its size",
+        f"more than {max(differences(NODES, file)):.1e} of its value",
     ]
 
 
@@ -436,20 +449,22 @@ def saves(chapter: str) -> tuple[list[float], list[float]]:
 
 def how_often() -> list[str]:
     after, others = saves(ALONE)
-    assert max(map(abs, others)) < 2 < min(after)
+    assert max(map(abs, others)) < 5 < min(after)
     save, slow = statistics.median(after) / 1000, statistics.median(saves(NODES)[0]) / 1000
     step = statistics.median(recorded(ALONE, "time/total")) / 1000
     best = math.sqrt(2 * round(save, 3) * DAY_S)
     last = recorded(ALONE, "step")[-1]
     assert last < best / step
-    assert math.sqrt(2 * slow * DAY_S) == pytest.approx(2 * best, rel=0.1)
+    assert math.sqrt(2 * slow * DAY_S) == pytest.approx(1.5 * best, rel=0.1)
     return [
         f"{1000 * save:.0f} ms more, as the median of {len(after)} saves",
+        f"one failure per day ({DAY_S:,} s) and {save:.3f} s per save",
         f"T = √(2 x {save:.3f} x {DAY_S:,}) = {best:.0f} s",
-        f"At {1000 * step:.0f} ms a step that is every {best / step:.0f} steps",
-        f"the run's {last}",
+        f"At {1000 * step:.0f} ms per step, this means one checkpoint",
+        f"every {best / step:.0f} steps",
+        f"the {last} steps of the run",
         f"costs {100 * save / (50 * step):.1f}% of the time",
-        f"C is {1000 * slow:.0f} ms, and T twice as long",
+        f"C is {1000 * slow:.0f} ms, and T is 1.5 times as long",
     ]
 
 
@@ -462,13 +477,13 @@ CLAIMS: dict[tuple[str, int], Callable[[], list[str]]] = {
     (DDP, 1): same_training,
     (DDP, 3): ring,
     (DDP, 5): back_and_forth,
-    (NODES, 1): launchers,
-    (NODES, 2): pauses,
-    (NODES, 3): kill_9_twice,
-    (NODES, 4): cable,
-    (NODES, 5): room,
-    (NODES, 7): two_one_two,
-    (NODES, 8): how_often,
+    (NODES, 1): pauses,
+    (NODES, 3): launchers,
+    (NODES, 4): room,
+    (NODES, 5): how_often,
+    (NODES, 6): kill_9_twice,
+    (NODES, 7): cable,
+    (NODES, 8): two_one_two,
 }
 
 
@@ -496,7 +511,7 @@ def test_numbers(chapter):
 
 
 def test_a_wrong_number_is_noticed():
-    text, claims = section(NODES, 3), kill_9_twice()
+    text, claims = section(NODES, 6), kill_9_twice()
     assert numbers_nobody_claims(text, claims) == []
     right = recovery("torchrun")[0]
     wrong = f"{right + 1:.1f}"
@@ -508,7 +523,7 @@ def test_the_five_lines_print_what_they_promise():
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         exec(code, {})
-    assert f"print {float(printed.getvalue()):.3f}" in flat(section(ALONE, 5))
+    assert f"prints {float(printed.getvalue()):.3f}" in flat(section(ALONE, 5))
 
 
 # --- what is run: chapter 1 ---
@@ -536,7 +551,7 @@ def test_forgotten_division(train, tmp_path):
     for key in ("loss", "grad_norm"):
         first = [runs["1", bug][0][key] for bug in (None, wrong)]
         assert first[1] == pytest.approx(4 * first[0], rel=1e-6)
-    assert "You see 34 or so" in flat(section(ALONE, 2))
+    assert "a loss of about 34" in flat(section(ALONE, 2))
     assert 4 * math.log(4096) < runs["1", wrong][0]["loss"] < 35.5
     norms = [column(runs["1", bug], "grad_norm") for bug in (None, wrong)]
     assert min(norms[1]) > 1 and min(norms[0]) < 1 < max(norms[0])
@@ -706,14 +721,14 @@ def test_rank_that_leaves_alone(tmp_path):
     ranks = Ranks(
         2,
         [*flags(tmp_path, "left"), "--dist-timeout", 8],
-        chapter=str(patched(NODES, 6, tmp_path / "copy")),
+        chapter=str(patched(NODES, 2, tmp_path / "copy")),
         plant=speak_at_once,
         stderr_file=[str(path) for path in said],
         signals_after_steps=[None, (3, [int(signal.SIGUSR1)])],
     )
     assert ranks.finish() == [1, 1]
     words = "The other ranks are gone or out of reach (Timed out"
-    assert f"`{words}`" in flat(section(NODES, 6))
+    assert f"`{words}`" in flat(section(NODES, 2))
     texts = [path.read_text() for path in said]
     assert any(words in text for text in texts)
     assert all(re.search(r"out of reach \((Timed out|Connection)", text) for text in texts)
@@ -759,7 +774,7 @@ def test_launchers_agree_to_the_last_digit(tmp_path):
 
 @pytest.mark.slow
 def test_ring_of_8(tmp_path):
-    statuses, printed = run_ranks(tmp_path, 8)
+    statuses, printed = run_ranks(SCRIPT, tmp_path, 8)
     assert statuses == [0] * 8
     check_table(printed, 8)
     for line in printed.splitlines()[1:4]:

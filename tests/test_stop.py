@@ -110,6 +110,33 @@ def test_stopped_and_stopped_again(runs, chapter):
     runs.assert_undisturbed(name, chapter)
 
 
+LOOP = '    for batch in cli.progress(dataloader, "evaluation"):\n'
+
+
+def stop_in_evaluation(runs: Runs, folder: Path, replaced: list[tuple[str, str]]) -> None:
+    """Rank 1 gets the signal in the first of two evaluations, between two logged steps."""
+    noted = folder / "noted"
+    note = (
+        f"        with open({str(noted)!r}, 'a') as file:\n            file.write('x')\n"
+        "        if dist.get_rank() == 1:\n            os.kill(os.getpid(), signal.SIGUSR1)\n"
+    )
+    chapter = plant(STOPPING[0], folder / "chapter", [(LOOP, LOOP + note), *replaced])
+    limit = ("-b", 1, "--eval-freq", 3, "--eval-sequences", 2)
+    statuses = runs.start(chapter, "evaluating", *limit, "--save-dir", folder)
+    assert statuses == [REQUEUE_STATUS] * 2 and newest_step(folder / "evaluating") == LOG_EVERY
+    batches = len(noted.read_text())
+    assert batches == 2 * 2, f"{batches} batches were evaluated"  # of 2 ranks, in steps 3 and 6
+
+
+def test_a_signal_in_an_evaluation_waits_for_few_sequences(runs, tmp_path):
+    stop_in_evaluation(runs, tmp_path, [])
+
+
+def test_planted_evaluation_of_all_sequences(runs, tmp_path):
+    with pytest.raises(AssertionError, match="batches were evaluated"):
+        stop_in_evaluation(runs, tmp_path, [(".sample(args.eval_sequences)", "")])
+
+
 # What is replaced in the script, and the check that must be red.
 BUGS = {
     "no agreement": ("            dist.all_reduce(stop_requests)\n", "", "the statuses are"),
@@ -239,3 +266,60 @@ def test_torchrun_does_not_start_it_again(runs, chapter, tmp_path):
     (step,) = re.findall(r"^Told to stop; saved after step (\d+); ", said, re.MULTILINE)
     assert int(step) == newest_step(run_dir) and int(step) % LOG_EVERY == 0
     assert "resumed after step" not in said and (run_dir / "requeue").exists()
+
+
+# In place of Slurm and of what a job file starts. Two processes end with tracebacks after a stop.
+SLURM = """#!/bin/bash
+case "$0 $*" in
+    *"-m common.distributed"*) printf '%s\\n' run "$OUTPUTS" 2 1 ;;
+    *"show job"*) echo "   Command=$JOB_FILE" ;;
+    *"show hostnames"*) echo node1 ;;
+    */squeue*) echo "$JOB_STATE" ;;
+    */srun*)
+        echo "1 0" >"$OUTPUTS/run/requeue"
+        echo "Told to stop; saved after step 7; to resume it: sbatch" >&2
+        echo "Traceback (most recent call last):" >&2
+        exit 1
+        ;;
+esac
+"""
+
+
+def last_line_of_job(job_file: Path, folder: Path, job_state: str) -> str:
+    """Run a job file whose processes are stopped; return the last line of its log."""
+    (folder / "run").mkdir(parents=True)
+    for name in ("python", "scontrol", "srun", "squeue"):
+        (folder / name).write_text(SLURM)
+        (folder / name).chmod(0o755)
+    env = {
+        **{"SLURM_JOB_ID": "1", "SLURM_JOB_NUM_NODES": "1", "SLURM_JOB_NODELIST": "node1"},
+        **{"SLURM_NTASKS_PER_NODE": "2", "VIRTUAL_ENV": "active", "JOB_FILE": str(job_file)},
+        **{"OUTPUTS": str(folder), "JOB_STATE": job_state, "PYTHON": "python"},
+        "PATH": f"{folder}:{os.environ['PATH']}",
+    }
+    log = folder / "job.log"
+    with log.open("w") as output:
+        done = subprocess.run(["bash", job_file], env=env, stdout=output, stderr=output)
+    assert done.returncode == 1, log.read_text()
+    return log.read_text().splitlines()[-1]
+
+
+JOB_FILES = [ROOT / "03-multi-node" / name for name in ("job.sbatch", "job_srun.sbatch")]
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Slurm needs Linux")
+@pytest.mark.parametrize("job_file", JOB_FILES, ids=lambda path: path.stem)
+def test_a_cancelled_job_ends_with_where_it_was_saved(job_file, tmp_path):
+    said = last_line_of_job(job_file, tmp_path / "cancelled", "COMPLETING")
+    assert said.startswith("Told to stop; saved after step 7; ")
+    said = last_line_of_job(job_file, tmp_path / "requeued", "RUNNING")
+    assert said == "The run resumes when the job starts again."
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="Slurm needs Linux")
+def test_planted_job_that_does_not_repeat_where_it_was_saved(tmp_path):
+    job_file = tmp_path / "03-multi-node/job.sbatch"
+    job_file.parent.mkdir()
+    job_file.write_text(re.sub(r"grep -s .*", ":", JOB_FILES[0].read_text()))
+    said = last_line_of_job(job_file, tmp_path / "cancelled", "COMPLETING")
+    assert said.startswith("Traceback")

@@ -111,7 +111,6 @@ def test_what_it_cannot_do_ends_in_a_sentence():
 
 def test_names_and_rows_that_result_files_have_stay():
     sets = {"ddp_cpu": "ddp-cpu", "ddp_gpu": "ddp-gpu", "nodes_gpu": "nodes-gpu"}
-    sets |= {"speed_cpu": "cpu", "start_cpu": "cpu-start"}
     for name, chosen in sets.items():
         committed = report.content(ROOT / report.result(name))["rows"]
         rows, steps, _ = throughput.SETS[chosen]
@@ -232,7 +231,7 @@ def test_a_chapter_and_the_bare_loop_side_by_side(tmp_path, monkeypatch, capsys)
         assert row["median"]["time/total"] > 0 and row["median"]["peak_mem_gib"] > 0
         assert row["median"]["first_line_s"] > 0.1
     assert found["baseline on 1"]["ratio"]["median"] == 1.0
-    table = report.TABLES["speed_cpu"].lines(lambda source: written["results"])
+    table = report.TABLES["gpt2_bf16_scaling"].lines(lambda source: written["results"])
     assert len(table) == 4
     assert all(row.count("|") == table[0].count("|") for row in table)
 

@@ -78,6 +78,10 @@ def test_peak_rates(monkeypatch):
         "NVIDIA A10G": 70e12,
         "NVIDIA GeForce RTX 4090": 165e12,
         "NVIDIA GeForce RTX 4090 Laptop GPU": None,
+        "NVIDIA GeForce RTX 4090 D": None,
+        "NVIDIA GeForce RTX 3090": 71e12,
+        "NVIDIA GeForce RTX 3090 Ti": None,
+        "NVIDIA H100 80GB HBM3 MIG 1g.10gb": None,
         "NVIDIA L4": 121e12,
         "NVIDIA L40": 181e12,
         "NVIDIA H200 NVL": 835e12,
@@ -143,14 +147,14 @@ def make_rank_1_late() -> None:
 
 
 def make_data_of_rank_1_late() -> None:
-    load = Sequences.__getitem__
+    load = Sequences.__getitems__
 
-    def late(self, index: int):
+    def late(self, indices: list[int]):
         if torch.is_grad_enabled():  # not in the evaluation
-            time.sleep(planted_lateness_s() / 2)  # 2 sequences in each micro-batch
-        return load(self, index)
+            time.sleep(planted_lateness_s())  # once for each micro-batch
+        return load(self, indices)
 
-    Sequences.__getitem__ = late
+    Sequences.__getitems__ = late
 
 
 def late_and_later(

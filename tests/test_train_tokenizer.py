@@ -1,10 +1,10 @@
 """Tokenizers of three kinds: what they know, what is reported of them, and training with them."""
 
 import json
-import os
 import random
 import re
 import resource
+import shlex
 import shutil
 import signal
 import sys
@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 from conftest import ROOT, load_script, read_metrics, run_script
-from runner import Ranks, finish, server_context, start
+from runner import Ranks, finish, start
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common import distributed, models
@@ -236,6 +236,28 @@ def test_the_same_documents_give_the_same_file(make, corpora, tmp_path, monkeypa
         assert files[0].read_bytes() == files[1].read_bytes()
 
 
+def test_it_advises_a_training_on_the_same_text(make, corpora, tmp_path):
+    def advice(*args: object, **options: object) -> list[str]:
+        line = make(*args, target="a name", **options).splitlines()[-1]
+        shutil.rmtree(tmp_path / "a name")
+        return shlex.split(line.removeprefix("to train with it: "))
+
+    def read_english(script) -> None:
+        find = script.find_source
+        script.find_source = lambda name, *rest: find(str(corpora / "english.json"), *rest)
+
+    train = ["python", "01-single-gpu/train_llm.py", "--tokenizer-name", f"{tmp_path}/a name"]
+    assert advice(plant=read_english) == train, "the built-in corpus is the default of both"
+    text = ["-d", str(corpora / "chinese.json")]
+    assert advice(*text) == train + text
+    rows = "".join(f"text number {n},why\n" for n in range(200))
+    (tmp_path / "a table.csv").write_text(f"body,reason\n{rows}")
+    text = ["-d", f"{tmp_path}/a table.csv", "--text-column", "body"]
+    assert advice(*text) == train + text
+    text[2:2] = ["--dataset-subset", "a part"]
+    assert advice(*text) == train + text
+
+
 # --- training with them ---
 
 
@@ -268,14 +290,15 @@ def test_chapters_train_with_it(
         values = [[line[key] for line in lines if key in line] for lines in (found, alone)]
         assert values[0] == pytest.approx(values[1], rel=1e-5)
 
-    argv = ["export.py", tmp_path / "run", tmp_path / "model", "-m", model]
+    argv = ["export.py", tmp_path / "run", tmp_path / "model", "--tokenizer-name", "gpt2-tiny"]
     monkeypatch.setattr(sys, "argv", [str(arg) for arg in argv])
     with pytest.raises(SystemExit):
         distributed.run(load_script(ROOT / "04-fsdp/export.py").main)
     assert f"another model than {model}: give -m and --tokenizer-name" in capfd.readouterr().err
-    argv += ["--tokenizer-name", folder]
-    monkeypatch.setattr(sys, "argv", [str(arg) for arg in argv])
+    monkeypatch.setattr(sys, "argv", [str(arg) for arg in argv[:3]])
     load_script(ROOT / "04-fsdp/export.py").main()
+    names = f"(model {model}, tokenizer {folder})"
+    assert f"model: step 6 of {tmp_path}/run {names}\n" in capfd.readouterr().out
     exported = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
     assert exported.get_input_embeddings().num_embeddings == rows
     assert exported.get_output_embeddings().out_features == rows
@@ -361,7 +384,6 @@ def refuse(monkeypatch, capfd, tmp_path):
 def test_bad_input(refuse, corpora, tmp_path):
     corpus, target = corpora / "english.json", tmp_path / "tokenizer"
     assert "There is no data set at" in refuse(target, "-d", tmp_path / "nothing.txt")
-    assert "is the name of a preset" in refuse("gpt2-tiny", "-d", corpus)
     assert "--vocab-size 256 is too small" in refuse(target, "-d", corpus, "--vocab-size", 256)
     assert "not a whole number from 3" in refuse(target, "--kind", "word", "--vocab-size", 2)
     assert "not a whole number from 1" in refuse(target, "--min-frequency", 0)
@@ -377,7 +399,7 @@ def test_bad_input(refuse, corpora, tmp_path):
     (target / "thesis.txt").write_text("the only copy")
     assert f"{target} already exists" in refuse(target, "-d", corpus)
     assert "already exists" in refuse(target / "thesis.txt", "-d", corpus)
-    assert "File exists" in refuse(target / "thesis.txt/tokenizer", "-d", corpus)
+    assert "Not a directory" in refuse(target / "thesis.txt/tokenizer", "-d", corpus)
 
 
 def test_full_disk(refuse, make, corpora, tmp_path):
@@ -388,26 +410,6 @@ def test_full_disk(refuse, make, corpora, tmp_path):
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert "could not be written" in sentence and "File too large" in sentence
-    (tmp_path / "tokenizer").mkdir()  # one that is empty is in nobody's way
-    make("-d", corpora / "english.json")
-
-
-def killed(corpus: Path, target: Path) -> None:
-    def kill(*_: object) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    script = load_script(SCRIPT)
-    script.Path.replace = kill  # all is written, but not yet under its name
-    sys.argv = ["train_tokenizer.py", str(target), "-d", str(corpus)]
-    script.main()
-
-
-def test_a_kill_leaves_nothing_under_the_name(make, corpora, tmp_path):
-    target = tmp_path / "tokenizer"
-    process = server_context().Process(target=killed, args=(corpora / "english.json", target))
-    process.start()
-    assert finish(process) == -signal.SIGKILL
-    assert not target.exists() and len(list(tmp_path.glob(".tokenizer-*/*/tokenizer.json"))) == 1
     make("-d", corpora / "english.json")
 
 
@@ -415,7 +417,8 @@ def test_a_kill_leaves_nothing_under_the_name(make, corpora, tmp_path):
 def test_as_a_reader_starts_it(corpora, tmp_path):
     done = run_script(SCRIPT, tmp_path / "deep/er/it", "-d", corpora / "chinese.json")
     assert done.returncode == 0 and not done.stderr
-    assert done.stdout.endswith(f"train_llm.py --tokenizer-name {tmp_path}/deep/er/it\n")
+    flags = f"--tokenizer-name {tmp_path}/deep/er/it -d {corpora}/chinese.json"
+    assert done.stdout.endswith(f"train_llm.py {flags}\n")
 
 
 def test_recorded_reports():

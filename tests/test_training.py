@@ -242,7 +242,9 @@ def test_log_says_what_matters_and_no_secret(tmp_path):
     assert run_dir.name.startswith("gpt2-tiny-python-stdlib-20"), "a name is generated"
     assert "'OMP_NUM_THREADS': '2'" in done.stderr and "torch 2." in done.stderr
     assert "8 sequences x 1 device x 3 micro-batches = 24 sequences = 768 tokens" in done.stderr
-    assert f"-e {run_dir.name}" in done.stderr.splitlines()[-1]
+    (resume,) = re.findall(r"to resume it after a stop: (.*)", done.stderr)
+    assert resume.endswith(f" -e {run_dir.name}")
+    assert done.stderr.splitlines()[-1].endswith(f"01-single-gpu/generate.py {run_dir}")
     assert "evaluation: loss " in done.stderr and "bits per byte" in done.stderr
     written = done.stdout + done.stderr
     for path in run_dir.rglob("*"):
@@ -256,7 +258,7 @@ def test_log_says_what_matters_and_no_secret(tmp_path):
 def test_the_command_that_goes_on_goes_on(corpus, tmp_path):
     args = (SCRIPT, *FAST, "-d", corpus, "--save-dir", tmp_path / "runs", "--ckpt-freq", 8)
     done = run_script(*args)
-    command = done.stderr.splitlines()[-1].split("after a stop: ")[1]
+    (command,) = re.findall(r"after a stop: (.*)", done.stderr)
     (run_dir,) = (tmp_path / "runs").iterdir()
     for step in (20, 16):
         path = run_dir / f"checkpoints/step-{step:08d}"

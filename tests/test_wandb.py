@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import socket
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from conftest import CHAPTERS, first_then_slow, read_metrics, run_script, write_
 from runner import Ranks
 from wandb.proto import wandb_internal_pb2
 
+from common.storage import as_path, local_run_dir, remove_folder
 from common.tracker import Tracker
 
 SCRIPT = "01-single-gpu/train_llm.py"
@@ -56,6 +58,10 @@ def read_run(folder: Path) -> tuple[object, dict, list[dict]]:
     return run, config, history
 
 
+def kept_id(run_dir: Path, name: str = "a-run") -> str:
+    return (run_dir / f"{name}.wandb-id").read_text()
+
+
 @pytest.fixture(scope="module")
 def runs(make_folder) -> tuple[Path, list[Path]]:
     """A run, and its continuation after its newest checkpoint was deleted."""
@@ -73,9 +79,10 @@ def runs(make_folder) -> tuple[Path, list[Path]]:
 
 
 def test_config_history_and_code_can_be_read(runs):
-    _, folders = runs
+    run_dir, folders = runs
     run, config, history = read_run(folders[0])
-    assert (run.run_id, run.display_name, run.project) == ("a-run", "a-run", "one-diff-at-a-time")
+    assert run.run_id == kept_id(run_dir)
+    assert (run.display_name, run.project) == ("a-run", "one-diff-at-a-time")
     assert config["seq_length"] == 32 and config["model_name"] == "gpt2-tiny"
     assert config["lr"] == 1 / 128, "the value that the argument led to"
     assert [line["_step"] for line in history] == [2, 4, 6, 8]
@@ -89,9 +96,9 @@ def test_resumed_run_has_the_same_id(runs):
     run_dir, folders = runs
     assert len(folders) == 2
     run, _, history = read_run(folders[1])
-    assert run.run_id == "a-run"
-    assert [line["_step"] for line in history] == [6, 8]
     _, _, before = read_run(folders[0])
+    assert run.run_id == kept_id(run_dir)
+    assert [line["_step"] for line in history] == [6, 8]
     assert [line["loss"] for line in history] == [line["loss"] for line in before[2:]]
     assert [line["step"] for line in read_metrics(run_dir)] == [2, 4, 6, 8]
 
@@ -106,20 +113,76 @@ def test_resumed_run_has_the_same_id(runs):
         ("offline", True, "offline"),
     ],
 )
-def test_a_login_goes_online_and_a_run_of_this_name_goes_on(
-    monkeypatch, tmp_path, variable, logged_in, mode
-):
+def test_a_login_goes_online(asked, monkeypatch, tmp_path, variable, logged_in, mode):
     """What wandb is asked for: there is no account here with which it could be shown."""
-    asked = {}
     monkeypatch.setattr(wandb, "login", lambda **_: logged_in)
-    monkeypatch.setattr(wandb, "init", lambda **options: asked.update(options))
     monkeypatch.delenv("WANDB_MODE")
     if variable:
         monkeypatch.setenv("WANDB_MODE", variable)
-    (tmp_path / "a-run").mkdir()
-    Tracker(tmp_path / "a-run", {}, 0).finish()
-    assert asked["mode"] == mode
-    assert (asked["id"], asked["resume"]) == ("a-run", "allow")
+    Tracker(new_folder(tmp_path), {}, 0).finish()
+    assert asked[0]["mode"] == mode
+
+
+@pytest.fixture
+def asked(monkeypatch) -> list[dict]:
+    """The options of each call of wandb.init, which starts nothing."""
+    calls = []
+    monkeypatch.setattr(wandb, "init", lambda **options: calls.append(options))
+    monkeypatch.setenv("WANDB_MODE", "offline")
+    return calls
+
+
+def new_folder(save_dir: Path) -> Path:
+    (save_dir / "a-run").mkdir()
+    return save_dir / "a-run"
+
+
+@pytest.mark.check
+def test_a_folder_keeps_its_wandb_runs_and_a_new_one_with_its_name_has_others(asked, tmp_path):
+    for run_dir in (new_folder(tmp_path), tmp_path / "a-run"):
+        Tracker(run_dir, {}, 0).finish()
+        Tracker(run_dir, {}, 0, rank=8, node="host2").finish()
+    shutil.rmtree(tmp_path / "a-run")
+    Tracker(new_folder(tmp_path), {}, 0).finish()
+    first, other_node, resumed, other_resumed, renewed = (options["id"] for options in asked)
+    assert (first, other_node) == (resumed, other_resumed)
+    assert len({first, other_node, renewed}) == 3
+    assert {options["resume"] for options in asked} == {"allow"}
+
+
+@pytest.mark.check
+def test_a_deleted_run_in_a_store_gets_a_new_wandb_run(asked, tmp_path):
+    """The local folder of its log and its lock stays, also on other machines."""
+    run_dir = as_path(f"memory://{tmp_path.name}/a-run")
+    local_run_dir(run_dir).mkdir(parents=True)
+    for _ in range(2):
+        Tracker(run_dir, {}, 0).finish()
+    remove_folder(run_dir)
+    Tracker(run_dir, {}, 0).finish()
+    first, resumed, renewed = (options["id"] for options in asked)
+    assert first == resumed != renewed
+
+
+@pytest.mark.check
+def test_a_malformed_key_goes_on_offline(asked, caplog, monkeypatch, tmp_path):
+    monkeypatch.delenv("WANDB_MODE")
+    monkeypatch.setenv("WANDB_API_KEY", "too-short")
+    Tracker(new_folder(tmp_path), {}, 0).finish()
+    assert [options["mode"] for options in asked] == ["offline"]
+    assert "wandb runs offline, because: " in caplog.text and "API key" in caplog.text
+
+
+@pytest.mark.parametrize("disabled", ["false", "true"])
+def test_no_code_if_it_is_switched_off(corpus, tmp_path, disabled):
+    """Neither the script nor the changes that are not committed, as the page says."""
+    args = (SCRIPT, "-d", corpus, "-s", 32, "--max-steps", 1, "--save-dir", tmp_path, "-e", "a-run")
+    variables = {"HOME": str(tmp_path), "WANDB_MODE": "offline", "WANDB_DISABLE_CODE": disabled}
+    assert run_script(*args, **variables).returncode == 0
+    files = (tmp_path / "a-run/wandb").glob("offline-run-*/files/**/*")
+    names = {path.name for path in files if path.is_file()}
+    assert "requirements.txt" in names
+    assert ("train_llm.py" in names) == (disabled == "false")
+    assert disabled == "false" or "diff.patch" not in names
 
 
 @pytest.mark.slow  # wandb tries for half a minute
@@ -145,13 +208,14 @@ def be_on_a_node_of_its_own() -> None:
 
 
 def runs_of_two_nodes(chapter: str, corpus: Path, tmp_path: Path, *args: object) -> dict:
-    """Return what each wandb run of a training on two nodes holds, by its id."""
+    """Return what each wandb run of a training on two nodes holds, by its name."""
     options = {"chapter": chapter, "plant": be_on_a_node_of_its_own}
     options["env"] = {"WANDB_MODE": "offline", "HOME": tmp_path, "LOCAL_RANK": 0}
     arguments = ["-d", corpus, *FLAGS, "--global-batch-size", 6, "--save-dir", tmp_path]
     assert Ranks(2, [*arguments, "-e", "a-run", *args], **options).finish() == [0, 0]
     found = [read_run(path) for path in (tmp_path / "a-run/wandb").glob("offline-run-*")]
-    return {run.run_id: (run, history) for run, _, history in found}
+    assert all(kept_id(tmp_path / "a-run", run.display_name) == run.run_id for run, _, _ in found)
+    return {run.display_name: (run, history) for run, _, history in found}
 
 
 @pytest.mark.parametrize("chapter", first_then_slow(CHAPTERS[2:]))
@@ -159,8 +223,9 @@ def test_a_run_for_each_node(chapter, corpus, tmp_path):
     """In one group; rank 0's is the run that there is without the flag."""
     runs = runs_of_two_nodes(chapter, corpus, tmp_path, "--track-nodes")
     assert sorted(runs) == ["a-run", "a-run-host2"]
-    for name, (run, history) in runs.items():
-        assert (run.display_name, run.run_group) == (name, "a-run")
+    assert len({run.run_id for run, _ in runs.values()}) == 2
+    for run, history in runs.values():
+        assert run.run_group == "a-run"
         assert [line["_step"] for line in history] == [2, 4, 6, 8]
     losses = [[line["loss"] for line in history] for _, history in runs.values()]
     expected = [line["loss"] for line in read_metrics(tmp_path / "a-run")]
@@ -170,5 +235,5 @@ def test_a_run_for_each_node(chapter, corpus, tmp_path):
 @pytest.mark.parametrize("chapter", first_then_slow(CHAPTERS[2:]))
 def test_one_run_for_all_nodes(chapter, corpus, tmp_path):
     ((run, history),) = runs_of_two_nodes(chapter, corpus, tmp_path).values()
-    assert (run.run_id, run.display_name, run.run_group) == ("a-run", "a-run", "")
+    assert (run.display_name, run.run_group) == ("a-run", "")
     assert [line["_step"] for line in history] == [2, 4, 6, 8]

@@ -14,7 +14,7 @@ import xxhash
 from torch.utils.data import Dataset
 
 from common.cli import InputError
-from common.data.sources import BUILT_IN, NOT_CODE, TABLE_SUFFIXES, load_from_hub, load_table
+from common.data.sources import BUILT_IN, NOT_CODE, TABLE_SUFFIXES, load_table
 
 if TYPE_CHECKING:
     import datasets
@@ -117,11 +117,9 @@ def _stdlib_pieces() -> list[tuple[str, str, int]]:
 
 def _load_table(name: str, subset: str | None) -> "datasets.DatasetDict":
     path = Path(name)
-    if path.is_file() and path.suffix not in TABLE_SUFFIXES:
-        raise InputError(f"{name} is no table: give a {', '.join(TABLE_SUFFIXES)} file.")
-    if path.is_file() and subset:
+    if subset and path.is_file() and path.suffix in TABLE_SUFFIXES:
         raise InputError(f"{name} is a single file: leave out --dataset-subset.")
-    return load_table(name, subset) if path.exists() else load_from_hub(name, subset)
+    return load_table(name, subset)
 
 
 def _table_rows(

@@ -1,6 +1,7 @@
 """Load and save a classifier, describe its data, and write its test report."""
 
 import json
+import math
 import re
 import shutil
 import warnings
@@ -21,7 +22,6 @@ from transformers.utils.logging import disable_progress_bar
 from common import models
 from common.cli import InputError
 from common.distributed import check_agreement
-from common.models import let_others_read
 from common.storage import is_remote
 
 from classification.batches import GroupedSampler
@@ -65,11 +65,11 @@ def load_weights(
     """Load the weights of a folder or a hub model on the CPU, for config or for the model's own.
 
     If the model has no head, or one for another number of classes, a new head is drawn. Raises
-    InputError as models.load_weights does.
+    InputError as models.from_pretrained does.
     """
     disable_progress_bar()
     options = {**options, "ignore_mismatched_sizes": True}
-    return models.load_weights(model_class, name, config, options)
+    return models.from_pretrained(model_class, name, config, options)
 
 
 def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
@@ -82,7 +82,7 @@ def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folde
     try:
         model.save_pretrained(unfinished)
         tokenizer.save_pretrained(unfinished)
-        let_others_read(unfinished)
+        models.let_others_read(unfinished)
         if folder.exists():
             folder.replace(old)
         unfinished.replace(folder)
@@ -122,6 +122,21 @@ def describe_data(
     if shared:  # only if the table has its own splits, which are not changed
         lines.append(f"{shared:,} texts of the test split are also in the training split")
     return "\n".join(lines)
+
+
+def check_finite(values: dict[str, float], step: int, run_dir: Path, best_epoch: int) -> None:
+    """Raise InputError if one of the values, by name, is not finite.
+
+    All ranks must call this with equal values, so that all of them stop. best_epoch: the epoch
+    whose model is saved in run_dir/best, or 0 if there is none yet.
+    """
+    if bad := [f"the {name} is {v:.0f}" for name, v in values.items() if not math.isfinite(v)]:
+        kept = f"the best model so far, of epoch {best_epoch}, is kept in {run_dir / 'best'}"
+        raise InputError(
+            f"The training has diverged: at step {step} {' and '.join(bad)}; "
+            f"{kept if best_epoch else 'no model was saved'}. Start a new run with a smaller --lr "
+            "or more --warmup-steps."
+        )
 
 
 def describe_epoch(epoch: int, metrics: dict[str, float], best_epoch: int) -> str:

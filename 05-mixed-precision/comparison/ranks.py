@@ -117,7 +117,7 @@ def train_once(
         dist.barrier()
         dist.destroy_process_group()
     if run.compile:
-        torch._dynamo.reset()
+        torch.compiler.reset()
     if device.type == "cuda":
         torch.cuda.empty_cache()
     return found

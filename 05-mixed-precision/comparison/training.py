@@ -23,6 +23,7 @@ from common import models
 from common.cli import InputError
 from common.data import ResumableSampler, load_sequences, split_batch
 from common.distributed import gather
+from common.gradients import clip_grad_norm
 from common.timers import PhaseTimers, flops_per_token
 from precision import COMPUTE_DTYPES, check_precision, convert_to_fp8
 
@@ -185,7 +186,7 @@ def train(run: argparse.Namespace, rank: int, device: torch.device) -> dict[str,
                 optimizer.synchronize()  # here, because clipping needs the averaged gradients
                 stack.enter_context(optimizer.skip_synchronize())
             scaler.unscale_(optimizer)
-            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            clip_grad_norm(model, 1.0)
             scaler.step(optimizer)
             scaler.update()
             lr_scheduler.step()

@@ -1,6 +1,8 @@
 """Save checkpoints while the training continues."""
 
 import datetime
+import logging
+import signal
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 
@@ -12,6 +14,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from common.checkpoint.save_load import collect_content, write_content
+from common.cli import InputError
+
+logger = logging.getLogger(__name__)
 
 
 class AsyncCheckpoints:
@@ -20,6 +25,10 @@ class AsyncCheckpoints:
     A thread then writes the copy as save_checkpoint does. The thread talks to the other ranks in
     its own gloo group: in the default group, its messages could not be told from those of the
     training. All ranks must make and call this.
+
+    If that fails, each rank logs it at once and sends itself SIGUSR1. As after Slurm's signal, the
+    ranks then stop together, the next time they log metrics. There they call this again, which
+    raises.
 
     timeout_s: how long a rank waits for the other ranks to write their files, in seconds.
     """
@@ -45,20 +54,24 @@ class AsyncCheckpoints:
         settings: dict[str, object],
         keep: int,
     ) -> None:
-        """Wait for the previous save, copy what save_checkpoint saves, and start to write it.
-
-        Raises InputError if the previous checkpoint could not be written.
-        """
+        """Copy what save_checkpoint saves, and start to write it. Raises the last save's error."""
         self._wait()
         content = self._copy(collect_content(model, optimizer, lr_scheduler, state))
-        self._writing = self._thread.submit(
-            write_content, run_dir, content, settings, keep, self._group
-        )
+        self._writing = self._thread.submit(self._write, run_dir, content, settings, keep)
 
     def finish(self) -> None:
         """Wait until the last checkpoint is complete. Raises InputError if that fails."""
         self._wait()
         self._thread.shutdown()
+
+    def _write(self, *args: object) -> None:
+        try:
+            write_content(*args, self._group)
+        except InputError as error:  # on all ranks, though perhaps not in the same step
+            logger.error("%s This run stops the next time it logs metrics.", error)
+            if callable(signal.getsignal(signal.SIGUSR1)):
+                signal.raise_signal(signal.SIGUSR1)
+            raise
 
     def _wait(self) -> None:
         if self._writing is not None:

@@ -12,12 +12,15 @@ import re
 import shutil
 from pathlib import Path
 
+import torch
 import xxhash
 from torch import nn
 
 from common.cli import InputError
 from common.data import Sequences
-from common.distributed import check_agreement, gather, rank_and_world_size
+from common.data.sources import BUILT_IN
+from common.distributed import check_agreement, gather, rank_and_world_size, resume_command
+from common.models import PRESET_NAMES
 from common.storage import (
     as_os_errors,
     exists,
@@ -25,7 +28,6 @@ from common.storage import (
     is_folder,
     is_remote,
     local_run_dir,
-    read_text,
     remove_folder,
     size_and_stamp,
     upload,
@@ -44,6 +46,14 @@ MODEL_SETTINGS = (
 FIXED_ARGUMENTS = (
     *("seed", "param_dtype", "global_batch_size", "warmup_steps", "weight_decay", "max_grad_norm"),
 )
+# Settings that are not arguments, and what they depend on.
+ORIGINS = {
+    "model": " (see --model-name and --tokenizer-name)",
+    "dataset_checksum": " (see --dataset-name)",
+    "total_steps": " (see --max-steps and --num-epochs)",
+}
+# What evaluate.py and other scripts use if they are given only the run's folder.
+SOURCES = ("dataset_name", "dataset_subset", "text_column", "model_name", "tokenizer_name")
 
 
 def fixed_settings(
@@ -57,14 +67,22 @@ def fixed_settings(
     """Return, as JSON values, everything that must not change when a run is resumed.
 
     model: without a wrapper such as DDP. A data set is identified by a checksum of its tokens.
+    "sources" has the names of data set, model and tokenizer. They may change if the content is the
+    same; local paths are absolute.
     """
+    sources = {name: getattr(args, name) for name in SOURCES}
+    for name, value in sources.items():
+        if value and value not in (*PRESET_NAMES, BUILT_IN) and Path(value).exists():
+            sources[name] = str(Path(value).absolute())
     return {
         "model": describe_model(model),
         "dataset_checksum": train_data.digest,
         "seq_length": seq_length,
+        "global_batch_size": args.global_batch_size,  # before what depends on it
         "lr": lr,
         "total_steps": total_steps,
         **{name: getattr(args, name) for name in FIXED_ARGUMENTS},
+        "sources": sources,
     }
 
 
@@ -90,22 +108,29 @@ def find_checkpoint(run_dir: Path, settings: dict[str, object]) -> Path | None:
     was started with other settings, or if the checkpoint is damaged. Does not load it.
     """
     rank, world_size = rank_and_world_size()
+    settings = {name: value for name, value in settings.items() if name != "sources"}
     check_agreement(settings, "give all nodes the same arguments, data and Python")
-    if not exists(run_dir / "state.json"):
-        # A kill during the first save leaves one folder. More of them had a state.json.
+    remedy = "its view of the folder is out of date, so start again"
+    found = exists(run_dir / "state.json")
+    check_agreement({"a state.json": found}, remedy)
+    if not found:
+        # A kill during the first save can leave one folder. Several folders had a state.json.
         if len(list((run_dir / "checkpoints").glob("step-*"))) > 1:
             raise InputError(
                 f"{run_dir} has checkpoints and no state.json: restore it, or start a new run with "
                 "another -e."
             )
         return None
-    saved_settings, by_step = read_record(run_dir, "restore it, or start a new run with another -e")
+    saved_settings, by_step = read_record(run_dir)
     for name, value in settings.items():
         if name in saved_settings and saved_settings[name] != value:
+            setting = name if name in ORIGINS else f"--{name.replace('_', '-')}"
             raise InputError(
-                f"The run {run_dir} was started with {name} {saved_settings[name]}, not {value}: "
-                "give the old value again, or start a new run with another -e."
+                f"The run {run_dir} was started with {setting} {saved_settings[name]}, not {value}"
+                f"{ORIGINS.get(name, '')}: give the old value again, or start a new run with "
+                "another -e."
             )
+    check_agreement({"checkpoints": list(by_step)}, remedy)
     if not by_step:
         raise InputError(f"The checkpoints of {run_dir} are gone: start a new run with another -e.")
     *older, record = by_step.values()
@@ -120,20 +145,44 @@ def find_checkpoint(run_dir: Path, settings: dict[str, object]) -> Path | None:
     return path
 
 
-def read_record(run_dir: Path, remedy: str) -> tuple[dict[str, object], dict[int, dict]]:
+@explain_store_errors
+def check_finite(run_dir: Path, state: dict, grad_norm: torch.Tensor) -> None:
+    """Raise InputError if the loss or the norm of the gradients is not finite; waits for the GPU.
+
+    All ranks must call this with equal values, so that all of them stop. state: as for
+    save_checkpoint. The norm is needed because a bad gradient changes the weights at once, but the
+    loss only in the next step. With a loss scaler (float16), only the loss counts, because the
+    scaler skips a step with such gradients.
+    """
+    values = {"loss": state["running_loss"]}
+    if not state.get("scaler"):
+        values["gradient norm"] = grad_norm
+    if bad := [f"the {name} is {v.item()}" for name, v in values.items() if not v.isfinite()]:
+        good = _read_records(run_dir)
+        kept = f"the checkpoint of step {good[-1]['step']} is kept" if good else "nothing was saved"
+        raise InputError(
+            f"The training has diverged: at step {state['step']} {' and '.join(bad)}; {kept}. "
+            "Start a new run with a smaller --lr or more --warmup-steps. This run would diverge "
+            f"again, unless the hardware was at fault; {resume_command(run_dir.name)}"
+        )
+
+
+def read_record(run_dir: Path) -> tuple[dict[str, object], dict[int, dict]]:
     """Return from state.json the settings and, by step, the records of checkpoints that exist.
 
-    Raises FileNotFoundError, or InputError with this remedy if state.json is damaged.
+    Raises FileNotFoundError, or InputError if state.json is damaged.
     """
     file = run_dir / "state.json"
     try:
-        state = json.loads(read_text(file))
+        state = json.loads(file.read_text(encoding="utf-8"))
         settings, records = state["training"], state["checkpoints"]
         if state["format"] != FORMAT:
             raise ValueError(f"format {state['format']}, not {FORMAT}")
         return settings, {r["step"]: r for r in records if is_folder(run_dir / r["path"])}
     except (ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{file} is damaged ({error!r}): {remedy}.") from error
+        raise InputError(
+            f"{file} is damaged ({error!r}): restore it, or start a new run with another -e."
+        ) from error
 
 
 @explain_store_errors

@@ -67,7 +67,10 @@ def load_checkpoint(
         for name, moments in content["optimizer"]["state"].items():
             needed |= {f"optimizer.state.{name}.{key}" for key in moments}
         if missing := sorted(needed - saved.keys()):
-            raise InputError(f"The checkpoint {checkpoint} does not contain {missing[0]}.")
+            raise InputError(
+                f"The checkpoint {checkpoint} does not contain {missing[0]}: start a new run with "
+                "another -e."
+            )
         if f"rng-{rank}.torch" not in saved:
             del content[f"rng-{rank}"]
         # allow_partial_load: another release of PyTorch may use other names for some small values.
@@ -75,7 +78,8 @@ def load_checkpoint(
         dcp.load(content, storage_reader=reader, planner=planner, no_dist=world_size == 1)
     except (CheckpointException, OSError) as error:
         raise InputError(
-            f"The checkpoint {checkpoint} cannot be read: {cause_of(error)}."
+            f"The checkpoint {checkpoint} cannot be read: {cause_of(error)}; start again, or "
+            "delete this folder to resume from an older checkpoint."
         ) from error
     local_optimizer = _local_optimizer(optimizer)
     set_state_dict(

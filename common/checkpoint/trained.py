@@ -19,15 +19,13 @@ from common.storage import exists, explain_store_errors
 class SavedCheckpoint(NamedTuple):
     """A complete checkpoint, as state.json describes it.
 
-    files: size and checksum of each file, by name. others: steps of the other kept checkpoints.
-    settings: from fixed_settings.
+    files: size and checksum of each file, by name. settings: from fixed_settings.
     """
 
     run: Path
     path: Path
     step: int
     files: dict[str, dict]
-    others: list[int]
     settings: dict[str, object]
 
 
@@ -38,49 +36,42 @@ def find_saved(run: Path, step: int | None) -> SavedCheckpoint:
     Raises InputError if there is no such checkpoint, or if state.json is damaged.
     """
     try:
-        settings, kept = manifest.read_record(run, "restore it")
+        settings, kept = manifest.read_record(run)
     except (FileNotFoundError, NotADirectoryError) as error:
-        reason = "there is no such folder" if not run.exists() else "it has no state.json"
         raise InputError(
-            f"{run} is no run's folder with a complete checkpoint: {reason}."
+            f"{run} is no run's folder with a complete checkpoint: it has no state.json; check the "
+            "path."
         ) from error
     if not kept:
-        raise InputError(f"The run {run} has no complete checkpoint: its folders are gone.")
+        raise InputError(f"The run {run} has no complete checkpoint: give another one.")
     step = step or max(kept)
     if step not in kept:
         steps = ", ".join(map(str, sorted(kept)))
-        raise InputError(f"The run {run} keeps no checkpoint of step {step}, only of {steps}.")
+        raise InputError(f"The run {run} keeps no checkpoint of step {step}: give one of {steps}.")
     path, files = run / kept[step]["path"], kept[step]["files"]
-    return SavedCheckpoint(run, path, step, files, sorted(kept.keys() - {step}), settings)
+    return SavedCheckpoint(run, path, step, files, settings)
 
 
-def build_on_meta(saved: SavedCheckpoint, config: PretrainedConfig, name: str) -> PreTrainedModel:
-    """Return the model of a checkpoint on the meta device: with names and shapes, without memory.
+def load_weights(
+    saved: SavedCheckpoint, config: PretrainedConfig, model_name: str, dtype: torch.dtype
+) -> tuple[PreTrainedModel, dict[str, torch.Tensor]]:
+    """Return a checkpoint's model on the meta device, and its weights by name on the CPU.
 
-    Raises InputError if the configuration, which is that of the model `name`, does not match.
+    The optimizer state is not read. dtype: of the parameters. Tied weights occur once; buffers that
+    no checkpoint contains are left out. Raises InputError if a file is missing or damaged, or if
+    the configuration, which is that of `model_name`, is not that of the checkpoint.
     """
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     if manifest.describe_model(model) != saved.settings["model"]:
         raise InputError(
-            f"{saved.run} has another model than {name}: give -m and --tokenizer-name."
+            f"{saved.run} has another model than {model_name}: give -m and --tokenizer-name."
         )
-    return model
-
-
-def load_weights(
-    saved: SavedCheckpoint, model: nn.Module, dtype: torch.dtype
-) -> dict[str, torch.Tensor]:
-    """Return a checkpoint's weights by name, on the CPU; the optimizer state is not read.
-
-    model: from build_on_meta. dtype: of the parameters. Tied weights occur once; buffers that no
-    checkpoint contains are left out. Raises InputError if a file is missing or damaged.
-    """
     for name, expected in saved.files.items():
         if manifest.measure_file(saved.path / name, expected) != expected:
-            others = ", ".join(map(str, saved.others))
-            remedy = f"give another --step ({others})" if others else "no other step is kept"
-            raise InputError(f"The checkpoint file {saved.path / name} is damaged: {remedy}.")
+            raise InputError(
+                f"The checkpoint file {saved.path / name} is damaged: give another --step."
+            )
     persistent = model.state_dict().keys()
     weights = {
         name: torch.empty(
@@ -101,4 +92,4 @@ def load_weights(
             f"The checkpoint {saved.path} cannot be read ({reason}): if the run has deleted it "
             "meanwhile, start the same command again."
         ) from error
-    return weights
+    return model, weights

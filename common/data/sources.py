@@ -1,5 +1,6 @@
 """Where documents come from: the built-in corpus, local files and folders, addresses, the hub."""
 
+import functools
 import hashlib
 import json
 import logging
@@ -12,6 +13,8 @@ from itertools import chain
 from pathlib import Path, PurePosixPath
 from types import ModuleType
 from typing import TYPE_CHECKING, NamedTuple
+
+import numpy as np
 
 from common.cli import InputError
 from common.models import not_found, prepare_for_hub
@@ -39,6 +42,7 @@ NOT_CODE = re.compile(
 )
 EVAL_ONE_IN = 20  # without a validation split, one document in 20 is used for evaluation
 FEW_DOCUMENTS = 100  # with fewer documents, the end of each document is used instead
+DOCUMENTS_PER_READ = 16  # documents can be large: so many are in memory at a time
 
 
 class Source(NamedTuple):
@@ -122,7 +126,8 @@ def _load_files(
 ) -> "tuple[datasets.Dataset, datasets.Dataset]":
     """Load text files, JSON arrays of strings, one table, or a folder like a hub data set."""
     if files[0].suffix in TEXT_SUFFIXES:
-        return split_documents(documents_of(_read_text(root / file) for file in files), keys)
+        paths = documents_of(str(root / file) for file in files)
+        return split_documents(paths.with_transform(_read_texts), keys)
     arrays = [read_json_strings(root / file) for file in files if file.suffix == ".json"]
     if len(arrays) == len(files) and None not in arrays:
         return split_documents(documents_of(chain.from_iterable(arrays)))
@@ -130,12 +135,22 @@ def _load_files(
     return split_table(load_table(name, subset), name, text_column)
 
 
+def _read_texts(batch: dict[str, list[str]]) -> dict[str, list[str]]:
+    """Replace paths by what is in their files, each time these documents are read."""
+    return {"text": [_read_text(Path(path)) for path in batch["text"]]}
+
+
 def _read_text(path: Path) -> str:
     try:
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError:
-        logger.warning(f"{path} is not UTF-8: each invalid byte becomes U+FFFD")
+        _warn_once(f"{path} is not UTF-8: each invalid byte becomes U+FFFD")
         return path.read_text(encoding="utf-8", errors="replace")
+
+
+@functools.cache
+def _warn_once(message: str) -> None:
+    logger.warning(message)
 
 
 def read_json_strings(path: Path) -> list[str] | None:
@@ -178,8 +193,15 @@ def import_datasets() -> ModuleType:
 
 
 def load_table(name: str, subset: str | None) -> "datasets.DatasetDict":
-    """Return the splits of a local table or of a folder of tables. Raises InputError."""
+    """Return the splits of a local table, a folder of tables or a data set of the hub.
+
+    Raises InputError if there is none, or if it cannot be read.
+    """
     path = Path(name)
+    if not (name and path.exists()):
+        return load_from_hub(name, subset)
+    if path.is_file() and path.suffix not in TABLE_SUFFIXES:
+        raise InputError(f"{name} is no table: give a {', '.join(TABLE_SUFFIXES)} file.")
     load_dataset = import_datasets().load_dataset
     try:
         if path.is_file():
@@ -226,18 +248,15 @@ def _text_of(table: "datasets.Dataset", name: str, text_column: str | None) -> "
     table = table.select_columns([column])
     if column != "text":
         table = table.rename_column(column, "text")
-    if table.data.column("text").null_count:
-        table = table.filter(
-            lambda batch: [text is not None for text in batch["text"]], batched=True
-        )
-    return table
+    column = table.data.column("text")
+    return table.select(np.flatnonzero(column.is_valid())) if column.null_count else table
 
 
 # --- training and evaluation documents ---
 
 
-def documents_of(texts: Iterable[str]) -> "datasets.Dataset":
-    """Return a data set with one column, "text"."""
+def documents_of(texts: Iterable) -> "datasets.Dataset":
+    """Return a data set with one column, "text", in memory."""
     return import_datasets().Dataset.from_dict({"text": list(texts)})
 
 
@@ -249,16 +268,20 @@ def split_documents(
     keys: for is_held_out, if not the texts themselves.
     """
     if len(documents) < FEW_DOCUMENTS:
-        texts = documents["text"]
-        ends = [len(text) - len(text) // EVAL_ONE_IN for text in texts]
-        train = documents_of(text[:end] for text, end in zip(texts, ends, strict=True))
-        return train, documents_of(text[end:] for text, end in zip(texts, ends, strict=True))
-    keys = keys or (text for batch in documents.iter(1000) for text in batch["text"])
-    held_out = [is_held_out(key) for key in keys]
-    return (
-        documents.select([row for row, out in enumerate(held_out) if not out]),
-        documents.select([row for row, out in enumerate(held_out) if out]),
-    )
+        rows = documents_of(range(len(documents)))
+        parts = (functools.partial(_cut, documents, part) for part in ("train", "evaluation"))
+        return tuple(map(rows.with_transform, parts))
+    texts = (text for batch in documents.iter(DOCUMENTS_PER_READ) for text in batch["text"])
+    held_out = np.fromiter(map(is_held_out, keys or texts), bool, len(documents))
+    return tuple(documents.select(np.flatnonzero(out)) for out in (~held_out, held_out))
+
+
+def _cut(documents: "datasets.Dataset", part: str, batch: dict[str, list[int]]) -> dict[str, list]:
+    """Replace numbers of documents by the documents' ends, or by what is before their ends."""
+    texts = documents[batch["text"]]["text"]
+    cuts = [len(text) - len(text) // EVAL_ONE_IN for text in texts]
+    slices = [slice(cut) if part == "train" else slice(cut, None) for cut in cuts]
+    return {"text": [text[each] for text, each in zip(texts, slices, strict=True)]}
 
 
 def is_held_out(key: str) -> bool:

@@ -1,6 +1,7 @@
 """What a step waits for its data: packed blocks, items that cost time, disks that are slow.
 
 python tests/benchmarks/data_loading.py --output tests/benchmarks/results/data_loading_cpu.json
+python tests/benchmarks/data_loading.py --batches --output tests/benchmarks/results/batches_cpu.json
 
 A plain training loop with the timers of the chapters, on the GPU if there is one. The slow disks
 are simulated: an item sleeps for as long as a share of a step, which is measured first.
@@ -193,6 +194,47 @@ def measure_disk(folder: Path) -> dict[str, list[float]]:
     }
 
 
+class OneByOne(Dataset):
+    """Sequences without __getitems__, so that DataLoader reads each row by itself."""
+
+    def __init__(self, tokens: np.ndarray) -> None:
+        self.tokens = tokens
+
+    def __len__(self) -> int:
+        return len(self.tokens)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        input_ids = torch.from_numpy(self.tokens[index].astype(np.int64))
+        return {"input_ids": input_ids, "labels": input_ids}
+
+
+def measure_batches(folder: Path, rounds: int, batches: int = 100) -> dict[str, object]:
+    """Return the ms that DataLoader needs for a batch of GPT-2's size from a memory map.
+
+    Rows are read in random order by 0 workers. The file has been read before, so that the time is
+    the time of the code, and not of the disk.
+    """
+    batch_size, length = 64, 1024
+    path, shape = folder / "blocks.bin", (DISK_BLOCKS // 2, length)
+    np.random.default_rng(0).integers(50257, size=shape, dtype=np.uint16).tofile(path)
+    tokens = np.memmap(path, np.uint16, "r", shape=shape)
+    datasets = {"one by one": OneByOne(tokens), "in one go": Sequences(tokens, "none", 1.0)}
+    times = {name: [] for name in datasets}
+    for _ in range(rounds):
+        order = np.random.default_rng(1).permutation(len(tokens))[: batches * batch_size].tolist()
+        for name, data in datasets.items():
+            loader = iter(DataLoader(data, batch_size=batch_size, sampler=order))
+            for _ in range(batches):
+                start = time.perf_counter()
+                next(loader)
+                times[name].append(1000 * (time.perf_counter() - start))
+    rows = {
+        name: {"median_ms": statistics.median(each), "fastest_ms": min(each)}
+        for name, each in times.items()
+    }
+    return {"sequences": batch_size, "length": length, "batches": batches * rounds, "rows": rows}
+
+
 def measure_copies(device: torch.device) -> list[dict]:
     """Return how long copies to the GPU take: the device, and how long they hold up the host."""
     rows = []
@@ -221,12 +263,20 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, help="JSON file to write")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each row, in turn")
+    parser.add_argument("--batches", action="store_true", help="measure only the time per batch")
     parser.add_argument("--folder", type=Path, help="on the disk to measure, if not for /tmp")
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     torch.set_float32_matmul_precision("high" if device.type == "cuda" else "highest")
     if device.type == "cpu":
         torch.set_num_threads(1)  # one core for the training leaves others to the workers
+    if args.batches:
+        with tempfile.TemporaryDirectory(dir=args.folder) as folder:
+            results = measure_batches(Path(folder), args.rounds)
+        print(json.dumps(results, indent=1))
+        if args.output:
+            write_result(args.output, results)
+        return
     training = Training(device)
     step_ms, rows = measure_loading(training, args.rounds)
     with tempfile.TemporaryDirectory(dir=args.folder) as folder:

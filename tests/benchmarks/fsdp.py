@@ -70,7 +70,6 @@ OPTIONS = [
         1,
     ),
     ("full, offload", f"--compile {FULL} --cpu-offload", 1),
-    ("full, prefetch 0", f"--compile {FULL} --prefetch 0", 1),
     ("full, bfloat16 weights", f"--compile {FULL} --param-dtype bfloat16", 1),
 ]
 # Each: label, arguments, steps, those left out, number of runs. All of them recompute selectively
@@ -121,7 +120,7 @@ def child(jobs: list[dict]) -> None:
             print(error, file=sys.stderr)
             os._exit(OUT_OF_MEMORY)
         logging.getLogger().handlers.clear()  # each run makes its own
-        torch._dynamo.reset()
+        torch.compiler.reset()
         gc.collect()
         if torch.cuda.is_available():
             held = {"reserved": torch.cuda.max_memory_reserved()}
@@ -138,7 +137,7 @@ def train(chapter: str, words: list[str], purpose: str, notes: str) -> None:
     sys.argv = [f"{chapter}/train_llm.py", *words]
     script = load_script(REPOSITORY / chapter / "train_llm.py")
     script.evaluate = lambda *_: dict.fromkeys(("eval_loss", "perplexity", "bits_per_byte"), 0.0)
-    script.sample_text = lambda *_: ("", "")
+    script.models.sample_text = lambda *_: ("", "")
     if purpose == "saves":
         note_saves(script, f"{notes}.saves")
     else:
@@ -150,7 +149,7 @@ def train(chapter: str, words: list[str], purpose: str, notes: str) -> None:
         if not torch.cuda.is_available():
             pretend_to_be_short_of_memory(script, words)
     if chapter in (FSDP, MIXED):
-        script.hosts.memory_bytes = lambda: 2**60  # some machines' grows as it is used
+        script.distributed.memory_bytes = lambda: 2**60  # some machines' grows as it is used
     script.main()
 
 

@@ -1,18 +1,19 @@
-"""The picture of the front page: five chapters, what each adds, and what each GPU holds.
+"""The picture of the front page: five chapters, what each adds, its memory and its speed.
 
 python tests/benchmarks/picture.py --output 01-single-gpu/chapters.svg
 
-Bars are the peak memory of a step that 04-fsdp/memory.py predicts; nothing is measured. The SVG is
-written here and not by a library, so that its text stays text and the same input gives the same
-file.
+Bars are the peak memory of a training step that 04-fsdp/memory.py predicts. Speeds are measured.
 """
 
 import argparse
 import functools
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import report
+from drawings.results import rows_of
+from drawings.svg import LARGE, LEFT, RIGHT, SMALL, document, heading, legend, line, rect, text
 
 sys.path.append(str(Path(__file__).parents[1]))
 from runner import load_script
@@ -20,38 +21,84 @@ from runner import load_script
 from common import models
 
 REPOSITORY = Path(__file__).parents[2]
-MODEL, SEQ_LENGTH, GPUS, MEMORY_GIB = "llama-3.1-8b", 8192, 4, 80
+MODEL, SEQ_LENGTH, GPUS = "llama-3.1-8b", 8192, 4
 memory = load_script(REPOSITORY / "04-fsdp/memory.py")
-FULL = f"with {memory.CHECKPOINTING} full"
-# Chapter, what it adds in a few words, its setup in memory.py, its nodes.
-ROWS = [
-    ("01-single-gpu", ["one GPU: the whole loop"], "Chapter 1", 1),
-    ("02-ddp", ["all GPUs of a node,", "each with all of the state"], "Chapter 2 or 3", 1),
-    ("03-multi-node", ["many nodes; nodes may", "go away and come back"], "Chapter 2 or 3", 2),
-    ("04-fsdp", ["state sharded over GPUs,", "activations recomputed"], f"Chapter 4 {FULL}", 1),
-    ("05-mixed-precision", ["products in 16 bits,", "sums in 32"], f"Chapter 5 {FULL}", 1),
-]
-PARTS = {  # colours of Okabe and Ito, https://jfly.uni-koeln.de/color/
-    "parameters": ("weights", "#0072b2"),
-    "gradients": ("gradients", "#56b4e9"),
-    "moments": ("moments", "#009e73"),
-    "rest": ("activations, weights gathered for a while", "#e69f00"),
+SELECTIVE = f"with {memory.CHECKPOINTING} selective"
+PARTS = {  # label and fill
+    "parameters": ("weights", "blue"),
+    "gradients": ("gradients", "sky"),
+    "moments": ("Adam's moments", "green"),
+    "rest": ("activations, gathered weights", "orange"),
 }
-WIDTH, ROW, BAR, GAP, LEFT = 720, 122, 34, 7, 330
-SCALE = 84 / 240  # points per GiB
-DASHES = 'stroke="#c00" stroke-width="2" stroke-dasharray="5 3"'
+ROW, BAR, GAP, BARS = 158, 30, 6, 388  # BARS: the left end of the bars
+SCALE = 104 / 240  # height per GiB
 
 
-def attributes(more: dict[str, str]) -> str:
-    return "".join(f' {name.replace("_", "-")}="{value}"' for name, value in more.items())
+def rows() -> list[tuple]:
+    """Return of each chapter: folder, what it adds, its measured speed, setup, number of nodes."""
+    gpt2, nodes = rows_of("ddp_gpu"), rows_of("nodes_gpu")
+    sharded = rows_of("fsdp_options")["selective"]["tokens_per_s"]
+    mixed = rows_of("fsdp_precision_4")["bf16, compiled"]["tokens_per_s"]
+    one, eight = (gpt2[label]["tokens_per_s"] for label in ("01-single-gpu on 1", "02-ddp on 8"))
+    chapter_2, chapter_3 = (
+        nodes[f"{chapter} on 4"]["tokens_per_s"] for chapter in ("02-ddp", "03-multi-node")
+    )
+    return [
+        (
+            "01-single-gpu",
+            ["the complete training", "loop on one GPU"],
+            f"{one:,.0f} tokens/s (GPT-2)",
+            "Chapter 1",
+            1,
+        ),
+        (
+            "02-ddp",
+            ["all GPUs of one node,", "each with a full copy"],
+            f"x {eight / one:.1f} tokens/s on 8 GPUs (GPT-2)",
+            "Chapter 2 or 3",
+            1,
+        ),
+        (
+            "03-multi-node",
+            ["many nodes, preemption", "and requeue"],
+            f"{chapter_3 / chapter_2:.1%} of chapter 2's tokens/s",
+            "Chapter 2 or 3",
+            2,
+        ),
+        (
+            "04-fsdp",
+            ["model state sharded", "over the GPUs"],
+            f"{sharded:,.0f} tokens/s (8B, 4 GPUs)",
+            f"Chapter 4 {SELECTIVE}",
+            1,
+        ),
+        (
+            "05-mixed-precision",
+            ["bfloat16 matmuls,", "float32 weights"],
+            f"{mixed:,.0f} tokens/s, x {mixed / sharded:.1f} (8B)",
+            f"Chapter 5 {SELECTIVE}",
+            1,
+        ),
+    ]
 
 
-def text(x: float, y: float, content: str, size: int = 17, **more: str) -> str:
-    return f'<text x="{x:g}" y="{y:g}" font-size="{size}"{attributes(more)}>{content}</text>'
+@functools.cache
+def gpu_memory() -> float:
+    """Return the GiB of the GPUs that the speeds were measured on."""
+    return report.content(REPOSITORY / report.result("fsdp_largest"))["memory_gib"]
 
 
-def rect(x: float, y: float, width: float, height: float, **more: str) -> str:
-    return f'<rect x="{x:g}" y="{y:g}" width="{width:g}" height="{height:.2f}"{attributes(more)}/>'
+@functools.cache
+def predict() -> dict[str, dict]:
+    """Return what memory.py predicts, by setup."""
+    config = models.load_config(MODEL)
+    options = memory.Options(gpus=GPUS, batch_size=1, seq_length=SEQ_LENGTH, compile=True)
+    cache = {}
+    setups = {row[3]: memory.SETUPS[row[3]] for row in rows()}
+    return {
+        name: memory.predict(config, replace(options, **changes), cache)
+        for name, changes in setups.items()
+    }
 
 
 def parts_of(predicted: dict) -> dict[str, float]:
@@ -63,71 +110,65 @@ def parts_of(predicted: dict) -> dict[str, float]:
 
 
 def draw_row(top: float, row: tuple, predicted: dict, before: Path | None) -> list[str]:
-    chapter, says, _, nodes = row
+    chapter, says, speed, _, nodes = row
     path = REPOSITORY / chapter / "train_llm.py"
     lines = f"{len(path.read_text().splitlines())} lines"
     if before:
-        lines = "+{} &#8722;{} lines".format(*report.diffstat(before, path))
-    out = [text(24, top + 26, chapter, 21, font_weight="bold")]
-    out += [text(24, top + 98, lines, fill="#555")]
-    out += [text(24, top + 50 + 22 * number, line) for number, line in enumerate(says)]
-    parts, bottom = parts_of(predicted), top + 100
+        lines = "+{} -{} lines".format(*report.diffstat(before, path))
+    out = [line(LEFT, top, RIGHT, top, "softline thin")]
+    out += [text(LEFT, top + 30, chapter, LARGE, "bold"), text(LEFT + 226, top + 30, lines, SMALL)]
+    out += [text(LEFT, top + 58 + 24 * number, each) for number, each in enumerate(says)]
+    out.append(text(LEFT, top + 118, speed, style="bold"))
+    parts, bottom = parts_of(predicted), top + 124
     count = GPUS if chapter > "02" else 1
     for node in range(nodes):
-        left = LEFT + node * (GPUS * (BAR + GAP) + 3 * GAP) * (nodes > 1)
         width = count * (BAR + GAP) + GAP
-        frame = {"fill": "#f4f4f4", "stroke": "#999", "rx": "4"}
-        out.append(rect(left, top + 8, width, 96, **frame))
+        left = BARS + node * (width + 2 * GAP)
+        out.append(rect(left, top + 14, width, bottom - top - 8, "panel", 4))
         for gpu in range(count):
             x, y = left + GAP + gpu * (BAR + GAP), bottom
             for name, gib in parts.items():
                 y -= gib * SCALE
-                out.append(rect(x, y, BAR, gib * SCALE, fill=PARTS[name][1]))
-        limit = bottom - MEMORY_GIB * SCALE
-        out.append(f'<line x1="{left}" x2="{left + width}" y1="{limit}" y2="{limit}" {DASHES}/>')
-    total = f"{sum(parts.values()):.0f} GiB each"
-    if nodes == 1:
-        out.append(text(LEFT + count * (BAR + GAP) + 3 * GAP, top + 62, total))
-    else:  # no room beside them
-        out.append(text(LEFT - 132, top + 98, total))
+                if gib:
+                    out.append(rect(x, y, BAR, gib * SCALE, f"{PARTS[name][1]} edge"))
+        limit = bottom - gpu_memory() * SCALE
+        out.append(line(left - 3, limit, left + width + 3, limit, "line dashed"))
+    total = sum(parts.values())
+    fits = "" if total <= gpu_memory() else ": does not fit"
+    out.append(text(BARS, top + 148, f"{total:.0f} GiB per GPU{fits}"))
     return out
-
-
-@functools.cache
-def predict() -> dict[str, dict]:
-    """Return what memory.py predicts, by setup."""
-    config = models.load_config(MODEL)
-    options = memory.Options(gpus=GPUS, batch_size=1, seq_length=SEQ_LENGTH)
-    return memory.predict_all(config, options, {})
 
 
 def picture() -> str:
     """Return the picture as SVG."""
-    rungs = predict()
-    head = f"What each GPU holds: {MODEL}, {SEQ_LENGTH:,} tokens per GPU, float32 state"
-    out = [text(24, 32, head, 17)]
-    x, y = 24.0, 60.0
-    for label, colour in PARTS.values():
-        out += [rect(x, y - 13, 14, 14, fill=colour), text(x + 20, y, label, 16)]
-        x += 44 + 8.8 * len(label)
-    out += [f'<line x1="24" x2="50" y1="81" y2="81" {DASHES}/>']
-    out += [text(58, 86, f"{MEMORY_GIB} GiB, as many a GPU has; a grey box is a node", 16)]
-    top, before = 100.0, None
-    for row in ROWS:
-        out += draw_row(top, row, rungs[row[2]], before)
+    predicted = predict()
+    out = heading("Five chapters: what each adds and what it costs")
+    head = f"Bars: peak memory of each GPU for Llama 3.1 8B, {SEQ_LENGTH:,} tokens per GPU."
+    out += [text(LEFT, 64, head)]
+    out += legend(LEFT, 96, dict(PARTS.values()))
+    limit = f"{gpu_memory():.0f} GiB, the memory of an H200; a grey box is a node"
+    out += [line(LEFT, 148, LEFT + 36, 148, "line dashed"), text(LEFT + 46, 154, limit)]
+    top, before = 176.0, None
+    for row in rows():
+        out += draw_row(top, row, predicted[row[3]], before)
         before = REPOSITORY / row[0] / "train_llm.py"
         top += ROW
-    open_tag = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {top:g}"'
-    font = 'font-family="Helvetica, Arial, sans-serif" fill="#222" role="img"'
-    title = "<title>Five chapters, and what each GPU holds in each</title>"
-    back = rect(0, 0, WIDTH, top, fill="#fff")
-    return "\n".join([f"{open_tag} {font}>", title, back, *out, "</svg>", ""])
+    for number, says in enumerate(
+        [
+            "Memory is predicted: compiled, chapters 4 and 5 with selective activation",
+            "checkpointing. At the peak, gradients exist only in DDP, which keeps its buckets.",
+            "Speed is measured on NVIDIA H200 with GPT-2 124M or Llama 3.1 8B; chapter 3",
+            "against chapter 2 on 4 GPUs of one node.",
+        ]
+    ):
+        out.append(text(LEFT, top + 24 + 22 * number, says, SMALL, "soft"))
+    return document("Five chapters: what each adds, its memory and its speed", top + 106, out)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--output", type=Path, required=True, help="svg file to draw into")
-    parser.parse_args().output.write_text(picture())
+    parser.parse_args().output.write_text(picture(), encoding="utf-8")
 
 
 if __name__ == "__main__":

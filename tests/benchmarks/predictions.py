@@ -7,6 +7,7 @@ The options are those of the row's command, read as the chapter reads it, and of
 
 import argparse
 import json
+import re
 import shlex
 import sys
 from pathlib import Path
@@ -26,7 +27,8 @@ scripts = {}
 
 def read_args(row: dict) -> argparse.Namespace:
     """Return the arguments of a row's command, with the defaults of its chapter."""
-    script, *words = shlex.split(row["command"])
+    # Some rows were measured with --prefetch, a flag that chapter 4 no longer has.
+    script, *words = shlex.split(re.sub(r" --prefetch \d+", "", row["command"]))
     if script not in scripts:
         scripts[script] = load_script(REPOSITORY / script)
     with mock.patch.object(sys, "argv", [script, *words]):
@@ -48,7 +50,7 @@ def options_of(row: dict) -> tuple[str, int | None, object]:
     if row["chapter"] == DDP:
         given = {"sharding": "zero1" if args.zero1 else "ddp"}
     else:
-        same = ("reshard_after_forward", "reduce_every_backward", "prefetch", "hsdp", "cpu_offload")
+        same = ("reshard_after_forward", "reduce_every_backward", "hsdp", "cpu_offload")
         given = {key: getattr(args, key) for key in (*same, "activation_checkpointing")}
         given["sharding"] = "fsdp"
     if row["chapter"] == MIXED:

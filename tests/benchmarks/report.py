@@ -24,7 +24,6 @@ RESULTS = "tests/benchmarks/results"
 GIB = 2**30
 MAKE_TRAIN = "01-single-gpu/recorded/make-train.metrics.jsonl"
 STATES = ("weights", "gradients", "moments")
-PARTS_OF_A_SAVE = ("sums and file cache", "disk", "removal", "garbage")
 KERNELS = {  # kind: what the names of its kernels have in common
     "attention": r"sdpa|fmha|flash",
     "matrix products": r"nvjet|gemm|cutlass",
@@ -151,16 +150,14 @@ def losses(metrics: list[dict]) -> dict[int, float]:
     return {line["step"]: line["loss"] for line in metrics if "loss" in line}
 
 
+def bits_per_byte(log: str) -> float:
+    """Return the bits per byte of the last evaluation in a training log."""
+    return float(re.findall(r"([\d.]+) bits/byte", log)[-1])
+
+
 def largest_difference(one: Iterable[float], two: Iterable[float]) -> float:
     """Return the largest relative difference of two runs' losses."""
     return max(abs(b / a - 1) for a, b in zip(one, two, strict=True))
-
-
-def fewest_and_most_gpus(rows: list[dict], chapter: str) -> tuple[dict, dict]:
-    """Return a chapter's row with the fewest GPUs and its last row with the most GPUs."""
-    found = [row for row in rows if row["chapter"] == chapter]
-    found.sort(key=lambda row: row.get("gpus") or row["devices"])
-    return found[0], found[-1]
 
 
 def state_gib(found: dict, rank: Callable = max) -> str:
@@ -203,9 +200,14 @@ def causal_mfu(row: dict, parameters: int) -> float:
 
 
 def searches(read: Callable, names: Iterable[str]) -> list[dict]:
-    """Return the rows of searches for the largest model, with what was expected of each."""
-    expected = read("predictions")
-    rows = [{**row, **expected[name][row["label"]]} for name in names for row in read(name)["rows"]]
+    """Return the rows of searches for the largest model, with what was expected and the machine."""
+    expected, rows = read("predictions"), []
+    for name in names:
+        machine = read(name, "machine")
+        rows += [
+            {**row, **expected[name][row["label"]], "machine": machine}
+            for row in read(name)["rows"]
+        ]
     return sorted(rows, key=lambda row: (row["strategy"], row["gpus"]))
 
 
@@ -232,41 +234,6 @@ def around_saves(row: dict) -> dict[str, list[float]]:
     return {**found, "before": run["total_ms"][row["warm_up"] : every]}
 
 
-def seconds_of_saves(found: dict) -> Iterable[list[float]]:
-    """Return for each synchronous save its seconds, those of each of its parts, and the rest.
-
-    A thread's part can go on after the save: only the seconds within the save are counted.
-    """
-    (row,) = (row for row in found["rows"] if row["label"] == "sync")
-    calls = measured_runs(row)[0]["saves"]
-    for save in (call for call in calls if call["what"] == "save"):
-        begin, end = save["at"], save["at"] + save["seconds"]
-        parts = dict.fromkeys(PARTS_OF_A_SAVE, 0.0)
-        for call in calls:
-            if call["what"] in parts:
-                within = min(call["at"] + call["seconds"], end) - max(call["at"], begin)
-                parts[call["what"]] += max(0.0, within)
-        yield [save["seconds"], *parts.values(), save["seconds"] - sum(parts.values())]
-
-
-def farthest(differences: list[float]) -> float | None:
-    return max(differences, key=abs, default=None)
-
-
-def losses_by_seed(rows: list[dict]) -> Iterable[tuple[dict, float, list[float]]]:
-    """Return how far losses are from those in float32 on one device.
-
-    Each row, its largest difference in the first nine steps, each seed's in the last step.
-    """
-    (single,) = (row for row in rows if (row["strategy"], row["precision"]) == ("single", "fp32"))
-    alone = {run["seed"]: run["losses"] for run in single["runs"]}
-    for row in rows:
-        if row["strategy"] != "single":
-            pairs = [(run["losses"], alone[run["seed"]]) for run in row["runs"]]
-            off = [[a - b for a, b in zip(*pair, strict=True)] for pair in pairs]
-            yield row, max(abs(d) for each in off for d in each[:9]), [each[-1] for each in off]
-
-
 def ms_by_kind(kernels: list[dict]) -> dict[str, float]:
     """Return ms of a step by kind of kernel."""
     sums = dict.fromkeys(KERNELS, 0.0)
@@ -282,9 +249,9 @@ def read_templates() -> dict[str, Table]:
     )
     environment.filters |= {"f": shown, "runs": values_of_runs, "median": median}
     environment.filters["gib"] = lambda size: size / GIB
-    functions = (script, diffstat, losses, largest_difference, fewest_and_most_gpus, state_gib)
+    functions = (script, diffstat, losses, bits_per_byte, largest_difference, state_gib)
     functions += (beside_predictions, causal_mfu, measured_peak, searches, around_saves)
-    functions += (seconds_of_saves, farthest, losses_by_seed, ms_by_kind, min)
+    functions += (ms_by_kind, min)
     environment.globals |= {function.__name__: function for function in functions}
     text = Path(__file__).with_name("tables.jinja").read_text()
     templates = re.findall(r"^## (.+)\n((?:(?!## ).*\n)*)", text, re.MULTILINE)

@@ -22,12 +22,12 @@ if "NOTES" in os.environ and "-m" not in words and any(w.endswith("train_llm.py"
 
     notes = Path(os.environ["NOTES"]) / f"{socket.gethostname()}-{os.getpid()}.jsonl"
     samples: list[int] = []
-    getitem = dataset.Sequences.__getitem__
+    getitems = dataset.Sequences.__getitems__
 
-    def noting_getitem(self: dataset.Sequences, index: int) -> dict:
+    def noting_getitems(self: dataset.Sequences, indices: list[int]) -> list[dict]:
         if torch.is_grad_enabled():  # not in the evaluation
-            samples.append(index)
-        return getitem(self, index)
+            samples.extend(indices)
+        return getitems(self, indices)
 
     def note(optimizer, *_: object) -> None:
         if not samples:  # loading a checkpoint primes the optimizer with a step of no samples
@@ -38,5 +38,5 @@ if "NOTES" in os.environ and "-m" not in words and any(w.endswith("train_llm.py"
         samples.clear()
         time.sleep(float(os.environ.get("PAUSE", 0)))
 
-    dataset.Sequences.__getitem__ = noting_getitem
+    dataset.Sequences.__getitems__ = noting_getitems
     register_optimizer_step_post_hook(note)

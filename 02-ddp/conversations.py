@@ -1,0 +1,263 @@
+"""Questions and answers -> chat template -> tokens and labels -> packed sequences."""
+
+import argparse
+import ast
+import dataclasses
+import logging
+import sysconfig
+import textwrap
+import warnings
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import torch
+import xxhash
+from torch.utils.data import Dataset
+from transformers import PreTrainedTokenizerBase
+
+from common.cli import InputError
+from common.data import IGNORED
+from common.data.sources import (
+    BUILT_IN,
+    NOT_CODE,
+    TABLE_SUFFIXES,
+    is_held_out,
+    load_table,
+    mirror,
+)
+from common.models import render_chat
+from common.storage import is_remote
+
+if TYPE_CHECKING:
+    import datasets
+
+logger = logging.getLogger(__name__)
+
+KEYS = ("input_ids", "labels", "position_ids")
+COLUMNS = "question,answer"  # of a table without a column "messages"
+Messages = list[dict[str, str]]  # of one conversation: {"role": ..., "content": ...}
+
+
+@dataclasses.dataclass
+class Conversations(Dataset):
+    """Packed sequences. Item: a tensor for each of KEYS, int64 [seq_length].
+
+    rows: int32 [sequences, 3, seq_length]. prompt: a conversation up to where its first answer
+    begins. tokens_per_byte: of the answers, for bits per byte.
+    """
+
+    rows: torch.Tensor
+    prompt: str
+    tokens_per_byte: float
+
+    @property
+    def digest(self) -> str:
+        return xxhash.xxh3_64_hexdigest(self.rows.numpy().tobytes())
+
+    def sample(self, limit: int) -> "Conversations":
+        """Return at most `limit` of the sequences, evenly spaced, always the same ones."""
+        count = min(limit, len(self))
+        return dataclasses.replace(self, rows=self.rows[torch.arange(count) * len(self) // count])
+
+    def pad_to_multiple(self, multiple: int) -> "Conversations":
+        """Append sequences without labels until the number of sequences divides by `multiple`."""
+        padding = self.rows[:1].repeat(-len(self) % multiple, 1, 1)
+        padding[:, KEYS.index("labels")] = IGNORED
+        return dataclasses.replace(self, rows=torch.cat([self.rows, padding]))
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
+        return dict(zip(KEYS, self.rows[index].long(), strict=True))
+
+
+def load_conversations(
+    args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, seq_length: int
+) -> tuple[Conversations, Conversations]:
+    """Return the training and the evaluation conversations of args.dataset_name.
+
+    Raises InputError for an unknown data set, a missing column, a row that is no conversation, a
+    conversation that does not fit in seq_length tokens, or a tokenizer without a chat template. Of
+    the built-in example, only the conversations that fit are used.
+    """
+    is_built_in, name = args.dataset_name == BUILT_IN, args.dataset_name
+    if is_built_in and (args.dataset_subset or args.text_column):
+        raise InputError(f"{name} is no table: leave out --dataset-subset and --text-column.")
+    parts, described = [], []
+    for conversations in stdlib_functions() if is_built_in else read_table(args):
+        encoded = [encode(messages, tokenizer) for messages in conversations]
+        sizes = [len(input_ids) for input_ids, _ in encoded]
+        fitting = [each for each, size in zip(encoded, sizes, strict=True) if size <= seq_length]
+        if not fitting or (len(fitting) < len(encoded) and not is_built_in):
+            raise InputError(
+                f"{len(encoded) - len(fitting)} of {len(encoded)} conversations of {name} do not "
+                f"fit in {seq_length} tokens (the longest has {max(sizes)}): give a larger "
+                "--seq-length, or shorten the answers."
+            )
+        rows = pack(fitting, seq_length)
+        input_ids, labels = rows[:, 0], rows[:, 1]
+        prompt = tokenizer.decode(input_ids[0, : (labels[0] != IGNORED).int().argmax()])
+        answers = labels[labels != IGNORED]
+        n_bytes = len(tokenizer.decode(answers, skip_special_tokens=True).encode())
+        parts.append(Conversations(rows, prompt, len(answers) / n_bytes))
+        n_tokens = sum(len(input_ids) for input_ids, _ in fitting)
+        described.append(
+            f"{len(fitting):,} conversations, {len(answers) / n_tokens:.0%} of the tokens are "
+            f"answers, {len(rows):,} sequences, {1 - n_tokens / input_ids.numel():.0%} padding"
+        )
+    logger.info("training: {}\nevaluation: {}".format(*described))
+    return parts[0], parts[1]
+
+
+# --- tokens, labels, sequences ---
+
+
+def encode(messages: Messages, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
+    """Return the tokens of a conversation up to its last answer, and the label of each token.
+
+    The label of an answer's token is the token itself. All other labels are IGNORED. A prompt is
+    rendered and tokenized as it is for generation, so training and generation agree.
+    """
+    input_ids, labels, done = [], [], ""
+    for turn, message in enumerate(messages):
+        if message["role"] != "assistant":
+            continue
+        prompt = render_chat(tokenizer, messages[:turn], add_generation_prompt=True)
+        answered = render_chat(tokenizer, messages[: turn + 1])
+        if not (prompt.startswith(done) and answered.startswith(prompt)):
+            raise InputError(
+                f"The chat template of {tokenizer.name_or_path} changes earlier messages when "
+                "later ones follow: use another template, or conversations with one answer."
+            )
+        parts = [prompt[len(done) :], answered[len(prompt) :]]
+        encoded = tokenizer(parts, add_special_tokens=False, verbose=False)
+        prompt_ids, answer_ids = encoded["input_ids"]
+        input_ids += prompt_ids + answer_ids
+        labels += [IGNORED] * len(prompt_ids) + answer_ids
+        done = answered
+    return input_ids, labels
+
+
+def pack(encoded: list[tuple[list[int], list[int]]], seq_length: int) -> torch.Tensor:
+    """Return int32 [sequences, 3, seq_length]: in each, one or several conversations and padding.
+
+    Best fit, longest first: each conversation goes where the least room remains. Its positions
+    begin at 0. From this, transformers makes the mask that keeps attention within a conversation.
+    """
+    by_room = [[] for _ in range(seq_length + 1)]  # sequences by how many more tokens fit in them
+    for conversation in sorted(encoded, key=lambda each: -len(each[0])):
+        size = len(conversation[0])
+        assert size <= seq_length
+        room = next((room for room in range(size, seq_length) if by_room[room]), seq_length)
+        sequence = by_room[room].pop() if by_room[room] else []
+        sequence.append(conversation)
+        by_room[room - size].append(sequence)
+    sequences = list(chain(*by_room))
+    rows = torch.empty(len(sequences), len(KEYS), seq_length, dtype=torch.int32)
+    for row, conversations in zip(rows, sequences, strict=True):
+        n_padding = seq_length - sum(len(input_ids) for input_ids, _ in conversations)
+        conversations.append(([0] * n_padding, [IGNORED] * n_padding))
+        input_ids, labels = (list(chain(*part)) for part in zip(*conversations, strict=True))
+        positions = [i for each, _ in conversations for i in range(len(each))]
+        row[:] = torch.tensor([input_ids, labels, positions])
+    return rows
+
+
+# --- sources ---
+
+
+def stdlib_functions() -> tuple[list[Messages], list[Messages]]:
+    """Return conversations for training and evaluation from functions of the standard library.
+
+    The question is the function's head and the first line of its docstring, the answer is the rest
+    of its body. The files for evaluation are those that chapter 1 evaluates on.
+    """
+    root = Path(sysconfig.get_paths()["stdlib"])
+    paths = [path.relative_to(root).as_posix() for path in root.rglob("*.py")]
+    parts, seen = ([], []), set()
+    for path in sorted(path for path in paths if not NOT_CODE.search(path)):
+        source = (root / path).read_text(encoding="utf-8", errors="replace")
+        try:
+            with warnings.catch_warnings(action="ignore"):  # of invalid escapes in strings
+                tree = ast.parse(source)
+        except (SyntaxError, ValueError):
+            continue
+        lines = source.splitlines()
+        for node in ast.walk(tree):
+            if not isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
+                continue
+            docstring = ast.get_docstring(node)
+            if not docstring or len(node.body) == 1 or node.lineno == node.body[0].lineno:
+                continue
+            head = lines[node.lineno - 1 : node.body[0].lineno - 1]
+            body = lines[node.body[0].end_lineno : node.end_lineno]
+            first_line = f'    """{docstring.splitlines()[0]}"""'
+            question = textwrap.dedent("\n".join(head)) + f"\n{first_line}"
+            answer = textwrap.indent(textwrap.dedent("\n".join(body)).strip("\n"), "    ")
+            if answer and (question, answer) not in seen:
+                seen.add((question, answer))
+                parts[is_held_out(path)].append(as_messages(question, answer))
+    if not all(parts):
+        raise InputError(f"This Python has no source files in {root}: give -d a table.")
+    return parts
+
+
+def as_messages(question: str, answer: str) -> Messages:
+    return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
+
+
+def read_table(args: argparse.Namespace) -> tuple[list[Messages], list[Messages]]:
+    """Return the conversations of a table: of its split "validation" for evaluation, if it has one.
+
+    Without that split, a checksum selects one conversation in 20, and at least one.
+    """
+    name = args.dataset_name
+    local = str(mirror(name, tuple(TABLE_SUFFIXES))) if is_remote(name) else name
+    table = load_table(local, args.dataset_subset)
+    if "train" not in table:
+        raise InputError(f"{name} has no split named train, only: {', '.join(table)}.")
+    train = read_rows(table["train"], name, args.text_column)
+    if "validation" in table:
+        return train, read_rows(table["validation"], name, args.text_column)
+    held_out = [is_held_out(str(messages[:-1])) for messages in train]
+    held_out[0] |= not any(held_out)
+    parts = ([], [])
+    for messages, is_out in zip(train, held_out, strict=True):
+        parts[is_out].append(messages)
+    return parts
+
+
+def read_rows(rows: "datasets.Dataset", name: str, text_column: str | None) -> list[Messages]:
+    """Return the rows of one split as conversations.
+
+    text_column: "QUESTION,ANSWER", or the name of one column of messages. The default is the column
+    "messages", or otherwise COLUMNS.
+    """
+    known = rows.column_names
+    columns = (text_column or ("messages" if "messages" in known else COLUMNS)).split(",")
+    if missing := [column for column in columns if column not in known]:
+        raise InputError(
+            f"{name} has no column {missing[0]!r}: give --text-column QUESTION,ANSWER, or one "
+            f"column of messages, from: {', '.join(known)}."
+        )
+    values = zip(*(rows[column] for column in columns), strict=True)
+    conversations = [as_messages(*v) if len(v) == 2 else v[0] for v in values]
+    for number, messages in enumerate(conversations, start=1):
+        if not is_conversation(messages):
+            raise InputError(
+                f"Row {number} of {name} is no conversation: give each row a question and an "
+                "answer, or messages with role and content, one of them of the assistant."
+            )
+    if not conversations:
+        raise InputError(f"{name} has no rows: give a table with questions and answers.")
+    return conversations
+
+
+def is_conversation(messages: object) -> bool:
+    if not isinstance(messages, list) or not all(isinstance(m, dict) for m in messages):
+        return False
+    texts = [(message.get("role"), message.get("content")) for message in messages]
+    is_text = all(isinstance(t, str) and t.strip() for pair in texts for t in pair)
+    return is_text and "assistant" in [role for role, _ in texts[1:]]

@@ -1,0 +1,1 @@
+"""The figures of the pages, one module for each chapter; svg.py has what they share."""

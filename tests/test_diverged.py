@@ -1,0 +1,203 @@
+"""A run that diverges stops on all ranks, and its last good checkpoint stays."""
+
+import itertools
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import random_texts, read_metrics
+from runner import Ranks, finish, start
+from test_parity import plant
+from test_resume_ranks import newest_step
+from torch import nn
+
+from common.data import Sequences
+from common.gradients import clip_grad_norm
+
+LOG, SAVE, STEPS = 4, 5, 15
+HEAP = 200_000
+LOSS = "**batch).loss / accumulation"
+UPDATE = '        with timers("update"):\n'
+CHECK = (
+    "            check_finite(run_dir, state, grad_norm)  # a run that has diverged stops here\n"
+)
+LOGGED, SAVED = 'state["step"] % args.log_freq == 0', 'state["step"] % args.ckpt_freq == 0'
+DUE = f"        if {LOGGED} or {SAVED} or last:\n"
+RUNNING = 'state["running_loss"] += loss.detach()'
+
+
+def bad_loss(step: int, rank: int) -> tuple[str, str]:
+    """Return a replacement in a script: the loss of this step is NaN on this rank only."""
+    wrong = f'(float("nan") if (state["step"], rank) == ({step - 1}, {rank}) else 1)'
+    return LOSS, f"{LOSS} * {wrong}"
+
+
+def bad_number(step: int, rank: int) -> tuple[str, str]:
+    """Return a replacement in a script: this rank adds up NaN, but has good gradients."""
+    wrong = f'(float("nan") if (state["step"], rank) == ({step - 1}, {rank}) else 1)'
+    return RUNNING, f"{RUNNING} * {wrong}"
+
+
+def bad_gradient(step: int) -> tuple[str, str]:
+    """Return a replacement in a script: in this step, a gradient is infinite on all ranks."""
+    return UPDATE, (
+        f'        if state["step"] == {step - 1}:\n'
+        f'            next(iter(model.parameters())).grad.mul_(float("inf"))\n{UPDATE}'
+    )
+
+
+# In which step it is noticed, and which checkpoint stays.
+CASES = {
+    "between two log lines": ("01-single-gpu", 1, [bad_loss(7, 0)], (), 8, 5),
+    "one rank only": ("02-ddp", 2, [bad_loss(7, 1)], (), 8, 5),
+    "one rank's number only": ("02-ddp", 2, [bad_number(8, 1)], (), 8, 5),
+    "in the step of a checkpoint": ("01-single-gpu", 1, [bad_gradient(10)], (), 10, 5),
+    "asynchronous": ("04-fsdp", 2, [bad_gradient(10)], ("--async-checkpoint",), 10, 5),
+    "before the first checkpoint": ("01-single-gpu", 1, [bad_loss(2, 0)], (), 4, None),
+}
+# A script in which the bug is planted beside the case that must notice it.
+BUGS = {
+    "no check": ("between two log lines", [(CHECK, "            pass\n")]),
+    "each rank its own loss": ("one rank's number only", [(CHECK, ""), (DUE, DUE + CHECK)]),
+    "at log lines only": (
+        "in the step of a checkpoint",
+        [(DUE, f"        if {LOGGED} or last:\n")],
+    ),
+    "the loss only": ("asynchronous", [("state, grad_norm)", "state, torch.zeros(()))")]),
+}
+
+
+def run(folder: Path, chapter: str, world_size: int, replaced: list, args: tuple) -> list[int]:
+    """Train with a script in which these texts are replaced; return the exit statuses."""
+    (folder / "corpus.json").write_text(json.dumps(random_texts(14)))
+    script = plant(chapter, folder / "script", replaced)
+    arguments = [
+        *("-d", folder / "corpus.json", "-s", 16, "--global-batch-size", 24, "--max-steps", STEPS),
+        *("--log-freq", LOG, "--ckpt-freq", SAVE, "--save-dir", folder, "-e", "run", *args),
+    ]
+    errors = [str(folder / f"{rank}.stderr") for rank in range(world_size)]
+    if world_size == 1:
+        return [finish(start(arguments, chapter=str(script), stderr_file=errors[0]))]
+    return Ranks(world_size, arguments, chapter=str(script), stderr_file=errors).finish()
+
+
+def assert_stopped(folder: Path, statuses: list[int], noticed: int, kept: int | None) -> None:
+    assert set(statuses) == {2}, f"the statuses are {statuses}"
+    said = (folder / "0.stderr").read_text()
+    assert f"The training has diverged: at step {noticed} " in said
+    assert (f"the checkpoint of step {kept} is kept" if kept else "nothing was saved") in said
+    assert "Traceback" not in said and "-e run" in said.splitlines()[-1]
+    if kept:
+        assert newest_step(folder / "run") == kept
+        assert all(line["loss"] is not None for line in read_metrics(folder / "run"))
+    else:
+        assert not (folder / "run/state.json").exists()
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_stops(tmp_path, case):
+    chapter, world_size, replaced, args, noticed, kept = CASES[case]
+    statuses = run(tmp_path, chapter, world_size, replaced, args)
+    assert_stopped(tmp_path, statuses, noticed, kept)
+
+
+@pytest.mark.planted
+@pytest.mark.parametrize("bug", BUGS)
+def test_planted_bug_is_noticed(tmp_path, bug):
+    case, wrong = BUGS[bug]
+    chapter, world_size, replaced, args, noticed, kept = CASES[case]
+    statuses = run(tmp_path, chapter, world_size, [*wrong, *replaced], args)
+    with pytest.raises(AssertionError):
+        assert_stopped(tmp_path, statuses, noticed, kept)
+
+
+def test_a_step_that_the_scaler_skips_is_no_divergence(tmp_path):
+    """With float16, an infinite gradient in the step of a checkpoint stops nothing."""
+    bug = [bad_gradient(10)]
+    assert run(tmp_path, "05-mixed-precision", 2, bug, ("--precision", "fp16")) == [0, 0]
+    assert newest_step(tmp_path / "run") == STEPS
+
+
+@pytest.mark.check
+def test_norm_is_that_of_float64_and_clips_as_pytorch_does():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(300, 2000), nn.LayerNorm(2000), nn.Linear(2000, 3))
+    model(torch.randn(8, 300)).square().sum().backward()
+    exact = torch.cat([p.grad.double().flatten() for p in model.parameters()]).norm()
+    before = [p.grad.clone() for p in model.parameters()]
+    assert clip_grad_norm(model, exact.item() / 3).item() == pytest.approx(exact.item(), rel=1e-7)
+    for parameter, gradient in zip(model.parameters(), before, strict=True):
+        torch.testing.assert_close(parameter.grad, gradient / 3)
+    again = [p.grad.clone() for p in model.parameters()]
+    clip_grad_norm(model, float("inf"))
+    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), again, strict=True))
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("limit", [1, 3, 7, 10, 100])
+def test_sample_of_the_evaluation(limit):
+    """At most `limit` sequences, evenly spaced, and all of them if there are no more."""
+    data = Sequences(torch.arange(30).reshape(10, 3).numpy(), "digest", 1.0)
+    rows = [
+        data.sample(limit)[i]["input_ids"][0].item() // 3 for i in range(len(data.sample(limit)))
+    ]
+    assert len(rows) == min(limit, 10)
+    steps = {b - a for a, b in itertools.pairwise(rows)}
+    assert len(steps) <= 2 and all(0 < step <= 10 // len(rows) + 1 for step in steps)
+    if limit >= 10:
+        assert rows == list(range(10))
+
+
+@pytest.mark.parametrize("chapter", ["01-single-gpu"])
+def test_garbage_is_collected_in_logged_steps_only(tmp_path, chapter):
+    """Each optimizer step makes cyclic garbage, enough for automatic collections."""
+    noted = tmp_path / "noted"
+    assert collect_while_training(tmp_path, chapter, []) == 0
+    assert_collected(noted)
+
+
+def assert_collected(noted: Path) -> None:
+    """In logged steps only, and none of the objects from before the first step is looked at."""
+    notes = [line.split() for line in noted.read_text().splitlines()]
+    steps = {int(step) for step, _ in notes}
+    assert steps == set(range(LOG, STEPS, LOG)) | {STEPS}, f"the steps are {steps}"
+    frozen = {int(count) for _, count in notes}
+    assert min(frozen) >= HEAP, f"the frozen objects are {frozen}"
+
+
+@pytest.mark.planted
+@pytest.mark.parametrize(
+    ("line", "red"),
+    [("    gc.disable()\n", "the steps"), ("    gc.freeze()\n", "the frozen objects")],
+    ids=["not disabled", "not frozen"],
+)
+def test_planted_collection_is_noticed(tmp_path, line, red):
+    assert collect_while_training(tmp_path, "01-single-gpu", [(line, "")]) == 0
+    with pytest.raises(AssertionError, match=red):
+        assert_collected(tmp_path / "noted")
+
+
+def collect_while_training(folder: Path, chapter: str, replaced: list) -> int:
+    """Train beside a heap of HEAP objects that is older than the first step.
+
+    For each full collection after that, the file `noted` gets the step and how many objects the
+    script has frozen.
+    """
+    noted = folder / "noted"
+    note = (
+        f"{UPDATE}            if not state['step']:\n"
+        "                gc.callbacks.append(lambda phase, info: phase == 'start' and "
+        f"open({str(noted)!r}, 'a').write("
+        "f\"{state['step']} {gc.get_freeze_count() - frozen}\\n\"))\n"
+        "            garbage = [[] for _ in range(20000)]\n"
+        "            for each in garbage:\n                each.append(each)\n"
+        "            del garbage, each\n"
+    )
+    end, begin = "    progress_bar.close()\n", "    batches = None\n"
+    script = [
+        (UPDATE, note),
+        (begin, f"{begin}    frozen, heap = gc.get_freeze_count(), [[] for _ in range({HEAP})]\n"),
+        (end, f"    gc.callbacks.clear()\n{end}"),
+    ]
+    return run(folder, chapter, 1, [*script, *replaced], ())[0]
