@@ -5,7 +5,7 @@ SCRIPTS := $(wildcard [0-9][0-9]-*/train_llm.py)
 
 PYTEST := $(BIN)/python -m pytest -n auto --dist loadgroup --no-loadscope-reorder
 
-.PHONY: train diff lab check test test-all planted lint format clean
+.PHONY: train diff lab check test test-all planted record lint format clean
 
 train: .venv/.train  ## train chapter 1 on the built-in corpus: make train ARGS="-e my-run"
 	$(BIN)/python 01-single-gpu/train_llm.py $(ARGS)
@@ -29,6 +29,9 @@ test-all: lint  ## the slow ones too
 
 planted: .venv/.test  ## checks that must fail: trainings with a planted bug
 	$(PYTEST) -m planted
+
+record: .venv/.test  ## make the recorded outputs again: make record ONLY='01-single-gpu/recorded/generate*'
+	$(BIN)/python tests/record.py $(ONLY)
 
 lint: .venv/.test
 	$(BIN)/ruff check .

@@ -174,10 +174,9 @@ def main() -> None:
     # tokens. An example has one loss term with a head, otherwise one per token of its label.
     sums = torch.zeros(5, dtype=torch.float64, device=device)
     model.train()  # turns dropout on, if the model has any
-    # Python's garbage collector would pause some steps for up to 0.4 s. From here on it ignores
-    # what already exists, and it runs only when a step is logged.
+    # Python's garbage collector would pause some steps for up to 0.4 s. From here on it runs only
+    # when a step is logged, and it ignores objects that an earlier collection has kept.
     gc.collect()
-    gc.freeze()
     gc.disable()
     while step < total_steps:
         epoch, epoch_step = divmod(step, steps_per_epoch)
@@ -231,7 +230,7 @@ def main() -> None:
             }
             logged_step = step
             sums.zero_()
-            gc.collect()
+            gc.collect(1)
         if end_of_epoch:
             with timers("evaluate"):
                 eval_loss, accuracy, _ = evaluate(model, splits["validation"], *eval_args)

@@ -2,17 +2,24 @@
 
 python 04-fsdp/memory.py -m llama-3.1-8b -s 8192 -b 1 --gpus 8 --gpu-memory 139
 
-peak_memory.py beside this script computes the prediction and explains it.
+peak_memory.py beside this script computes the prediction and explains it. With --tokens, the script
+also estimates how long the whole run takes, and what it costs.
 """
 
 import argparse
+import json
+import math
+import re
+import statistics
 from dataclasses import fields, replace
 from pathlib import Path
 
-from transformers import PretrainedConfig
+import torch
+from transformers import AutoModelForCausalLM, PretrainedConfig
 
 from common import cli, distributed, models
 from common.cli import InputError, at_least
+from common.timers import PEAK_FLOPS, flops_per_token
 
 from peak_memory import Options, predict
 
@@ -38,13 +45,26 @@ SETUPS = {
 }
 RESERVE = 0.05  # share of a GPU's memory for CUDA, NCCL and fragmentation
 MAX_GPUS = 2**16
+RESULTS = Path(__file__).parents[1] / "tests/benchmarks/results"
+# By GPU and model: a result file and its row for chapter 5 in bfloat16 with --compile.
+MEASURED = {
+    ("NVIDIA H200", "gpt2"): ("gpt2_bf16_scaling.json", "05-mixed-precision on 2"),
+    ("NVIDIA H200", "llama-3.1-8b"): ("fsdp_precision_4.json", "bf16, compiled"),
+}
+ASSUMED_MFU = 0.4  # Llama 3.1 405B reached 38% to 43%: https://arxiv.org/abs/2407.21783, table 4
+UNITS = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
 
 def predict_all(config: PretrainedConfig, options: Options, cache: dict) -> dict[str, dict]:
     """Return the prediction for each setup; cache: see predict."""
+    setups = SETUPS
+    if options.tensor_parallel > 1:  # only chapter 5 has it, and not with both of these options
+        setups = {name: setup for name, setup in SETUPS.items() if BF16.items() <= setup.items()}
+        if options.compile:
+            setups = {"Chapter 5": BF16}
     return {
         name: predict(config, replace(options, **changes), cache)
-        for name, changes in SETUPS.items()
+        for name, changes in setups.items()
     }
 
 
@@ -64,7 +84,8 @@ def recommend(config: PretrainedConfig, options: Options, memory: float, cache: 
     found = predictions[name]
     needs = f"{name}: {found['peak'] / GIB:.1f} of {memory:g} GiB per GPU"
     if not found["host"]:
-        return f"{needs}." if name == "Chapter 1" else f"{needs}; no earlier setup fits."
+        first = name == next(iter(predictions))
+        return f"{needs}." if first else f"{needs}; no earlier setup fits."
     needs += f" and {found['host'] / GIB:.1f} GiB of host memory per GPU; no earlier setup fits."
     gpus = options.gpus
     while gpus < MAX_GPUS:
@@ -123,6 +144,58 @@ def draw(predictions: dict[str, dict], memory: float, title: str, path: Path) ->
         figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
 
 
+def check_tensor_parallel(args: argparse.Namespace, config: PretrainedConfig) -> None:
+    """Raise InputError where chapter 5's script with tensor-parallel.diff does."""
+    n_ranks, flag = args.tensor_parallel, f"--tensor-parallel {args.tensor_parallel}"
+    if n_ranks == 1:
+        return
+    if config.model_type != "llama":
+        raise InputError(f"{flag} needs a Llama model, not {config.model_type}: give another -m.")
+    limit = math.gcd(args.gpus, config.num_key_value_heads, config.intermediate_size)
+    if limit % n_ranks:
+        raise InputError(f"{flag} must divide ranks, KV heads and MLP width: at most {limit}.")
+    if args.hsdp:
+        raise InputError(f"With {flag}, leave out --hsdp.")
+
+
+def token_count(text: str) -> float:
+    """Read a number of tokens, such as 10e9 or 10B."""
+    unit = UNITS.get(text[-1:].upper(), 1.0)
+    count = unit * cli.above_zero(text[:-1] if unit > 1 else text)
+    if not math.isfinite(count):
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens, such as 10e9 or 10B")
+    return count
+
+
+def find_mfu(args: argparse.Namespace) -> tuple[float, str]:
+    """Return the MFU to count with, and where it comes from."""
+    if args.mfu:
+        return args.mfu, "given by --mfu"
+    known = MEASURED.get((args.gpu_name, args.model_name))
+    if known is None or args.num_layers or args.tensor_parallel > 1:
+        return ASSUMED_MFU, "assumed; set your own with --mfu"
+    file, label = known
+    rows = json.loads((RESULTS / file).read_text())["results"]["rows"]
+    (row,) = (row for row in rows if row["label"] == label)
+    sizes = re.search(r"-s \d+ -b \d+", row["command"])[0]
+    gpus = row.get("gpus") or row["devices"]
+    setup = f"measured on {gpus} GPUs in chapter 5 with --compile {sizes}, see {file}"
+    return statistics.median(run["mfu"] for run in row["runs"]), setup
+
+
+def time_and_cost(args: argparse.Namespace, config: PretrainedConfig) -> str:
+    """Return how long --tokens take on all GPUs, and what they cost."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    mfu, source = find_mfu(args)
+    flops = args.tokens * flops_per_token(model, config, args.seq_length)
+    hours = flops / (args.gpus * PEAK_FLOPS[args.gpu_name] * mfu) / 3600
+    text = f"{args.tokens:,.0f} tokens take {hours:,.1f} hours on {args.gpus} x {args.gpu_name}"
+    if args.price_per_gpu_hour is not None:
+        text += f" and cost {args.gpus * hours * args.price_per_gpu_hour:,.2f}"
+    return f"{text}, at an MFU of {mfu:.1%} ({source})."
+
+
 def get_args() -> argparse.Namespace:
     parser = cli.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument_group("machine").add_argument
@@ -130,6 +203,11 @@ def get_args() -> argparse.Namespace:
     add("--gpus-per-node", default=8, type=at_least(1), help="GPUs in one machine")
     add("--gpu-memory", default=80.0, type=at_least(0.001), help="GiB of one GPU")
     add("--chart", type=Path, help="png or svg file to draw into")
+    add = parser.add_argument_group("time and cost").add_argument
+    add("--tokens", type=token_count, help="tokens of the whole run, as 10e9 or 10B")
+    add("--price-per-gpu-hour", type=at_least(0.0), help="in any currency")
+    add("--gpu-name", default="NVIDIA H100", choices=PEAK_FLOPS, help="whose peak FLOP/s to use")
+    add("--mfu", type=cli.share, help="share of the peak (default: as measured, or assumed)")
     add = parser.add_argument_group("data and model").add_argument
     add("-m", "--model-name", default="gpt2", help="preset, folder or hub id")
     add("--num-layers", type=at_least(1), help="transformer layers (default: the model's)")
@@ -144,6 +222,7 @@ def get_args() -> argparse.Namespace:
     default_on = {"default": True, "action": argparse.BooleanOptionalAction}
     add("--reshard-after-forward", **default_on, help="free weights between forward and backward")
     add("--hsdp", action="store_true", help="shard within nodes, replicate over nodes")
+    add("--tensor-parallel", default=1, type=at_least(1), help="ranks that share each layer")
     return parser.parse_args()
 
 
@@ -154,7 +233,10 @@ def main() -> None:
             f"--gpus {args.gpus} does not fill nodes of {args.gpus_per_node} GPUs: give a multiple "
             "of --gpus-per-node."
         )
+    if args.tokens is None and (args.mfu or args.price_per_gpu_hour is not None):
+        raise InputError("--mfu and --price-per-gpu-hour need --tokens.")
     config = models.load_config(args.model_name)
+    check_tensor_parallel(args, config)
     if args.num_layers:
         config.num_hidden_layers = args.num_layers
     args.seq_length = models.check_sizes(config, (), args.seq_length)  # (): no tokenizer needed
@@ -165,12 +247,14 @@ def main() -> None:
     if args.chart:
         title = f"{args.model_name}, {args.batch_size} x {args.seq_length} tokens, {args.gpus} GPUs"
         draw(predictions, args.gpu_memory, title, args.chart)
-    sequences = args.gpus * args.batch_size * args.accumulation
+    sequences = args.gpus // args.tensor_parallel * args.batch_size * args.accumulation
     print(
         f"The table is for --global-batch-size {sequences}; for a larger one, set --accumulation. "
         f"A setup fits if its peak is at most {1 - RESERVE:.0%} of --gpu-memory."
     )
     print(recommend(config, options, args.gpu_memory, cache))
+    if args.tokens:
+        print(time_and_cost(args, config))
 
 
 if __name__ == "__main__":

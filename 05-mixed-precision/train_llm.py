@@ -292,10 +292,9 @@ def main() -> None:
     barrier_tensor = torch.zeros((), device=device)
     batches = None
     model.train()  # turns dropout on, if the model has any
-    # Python's garbage collector would pause some steps for up to 0.4 s. From here on it ignores
-    # what already exists, and it runs only when a step is logged.
+    # Python's garbage collector would pause some steps for up to 0.4 s. From here on it runs only
+    # when a step is logged, and it ignores objects that an earlier collection has kept.
     gc.collect()
-    gc.freeze()
     gc.disable()
     while state["step"] < total_steps:
         epoch, epoch_step = divmod(state["step"], steps_per_epoch)
@@ -365,7 +364,7 @@ def main() -> None:
             stop = stop_requests.item() > 0 and not last
             state["logged_step"] = state["step"]
             state["running_loss"].zero_()
-            gc.collect()
+            gc.collect(1)
         if state["step"] % args.eval_freq == 0 or last:
             with timers("evaluate"):
                 metrics |= evaluate(model, eval_dataloader, device, eval_data.tokens_per_byte)

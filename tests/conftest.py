@@ -19,6 +19,9 @@ if (
 os.environ["WANDB_MODE"] = "disabled"
 # More threads slow down models this small. `OMP_NUM_THREADS=4 make test` tests another number.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+# Threads sleep while they wait for others. By default they spin, and ranks that share a core then
+# take many times longer.
+os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import atexit
 import collections
@@ -96,6 +99,7 @@ LONGEST = (
     "test_fsdp",
     "test_parity",
     "test_fault_lab",
+    "test_tensor_parallel",
 )
 
 

@@ -9,7 +9,6 @@ import io
 import itertools
 import json
 import logging
-import multiprocessing
 import os
 import pickle
 import random
@@ -30,7 +29,7 @@ import pytest
 import torch
 import tqdm
 from conftest import ROOT, read_metrics
-from runner import ask_ranks, finish, load_script
+from runner import ask_ranks, finish, load_script, server_context
 from runner import start as start_run
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -381,8 +380,7 @@ def load_in_child(path: Path, queue) -> None:
 
 def test_two_starts_at_the_same_moment(tmp_path, reference):
     path = write_form(tmp_path, "csv")
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["runner"])
+    context = server_context()
     queue = context.Queue()
     children = [context.Process(target=load_in_child, args=(path, queue)) for _ in range(3)]
     for child in children:
@@ -853,7 +851,7 @@ def test_other_folders_are_removed_after_an_error(tmp_path, monkeypatch):
 
 HUGE = 2 * 10**11
 SEQUENCES = HUGE // 1024
-LATER = 1000  # samples, after which the first epoch is resumed
+MIDDLE = SEQUENCES // 16  # of the samples of one rank of 8
 
 
 def peak_memory() -> int:
@@ -863,7 +861,7 @@ def peak_memory() -> int:
 
 
 def train_on_huge_file(rank: int, folder: Path, planted: bool, queue) -> None:
-    """Start and resume epochs of 2e11 tokens on rank 3 of 8; answer with what was found."""
+    """Answer with the order in the middle of the second epoch of 2e11 tokens, on rank 3 of 8."""
     if planted:
         randperm = torch.randperm
         torch.randperm = lambda n, generator, dtype: randperm(n, generator=generator)  # int64
@@ -871,13 +869,9 @@ def train_on_huge_file(rank: int, folder: Path, planted: bool, queue) -> None:
     begin, found = time.process_time(), {}
     train, _ = load_sequences(arguments(folder), tokenizer, 1024)
     sampler = ResumableSampler(train, num_replicas=8, rank=3, seed=0, drop_last=True)
-    for name, epoch, start, n in (
-        ("start", 0, 0, LATER + 8),
-        ("resumed", 0, LATER, 8),
-        ("second epoch", 1, SEQUENCES // 16, 8),
-    ):
-        sampler.set_epoch(epoch, start=start)
-        found[name] = list(itertools.islice(sampler, n))
+    for name, start, skipped in (("straight", 0, MIDDLE), ("resumed", MIDDLE, 0)):
+        sampler.set_epoch(1, start=start)
+        found[name] = list(itertools.islice(sampler, skipped, skipped + 1000))
         assert not any(item["input_ids"].any() for item in train.__getitems__(found[name]))
     found |= {"sequences": len(train), "seconds": time.process_time() - begin}
     queue.put((rank, {**found, "peak": peak_memory(), "growth": peak_memory() - before}))
@@ -891,11 +885,9 @@ def check_huge_file(folder: Path, planted: bool = False) -> None:
     np.ones(5000, dtype="<u2").tofile(folder / "tokens/val.bin")
     (found,) = ask_ranks(1, train_on_huge_file, folder / "tokens", planted)
     assert found["sequences"] == SEQUENCES
-    for name in ("start", "resumed", "second epoch"):
-        chosen = found[name]
-        assert len(set(chosen)) == len(chosen) and SEQUENCES / 2 < max(chosen) < SEQUENCES
-    assert found["resumed"] == found["start"][LATER:], "the orders differ"
-    assert found["second epoch"] != found["start"][:8]
+    chosen = found["resumed"]
+    assert chosen == found["straight"], "the orders differ"
+    assert len(set(chosen)) == len(chosen) and SEQUENCES / 2 < max(chosen) < SEQUENCES
     assert found["seconds"] < 60
     assert found["peak"] < 2 * 2**30, "too much memory"
     assert found["growth"] < 1.25 * 2**30, "too much memory"
@@ -1097,7 +1089,8 @@ def check_large_vocabulary(folder: Path, form: str) -> None:
     for part, own in ((train, arrays[:2]), (evaluation, arrays[2:])):
         expected = np.concatenate([tokens[: len(tokens) // 16 * 16] for tokens in own])
         found = torch.cat([row["input_ids"] for row in part.__getitems__(range(len(part)))])
-        assert found.tolist() == expected.tolist(), "the tokens differ"
+        # Not lists: where they differ, pytest would compare them line by line, for minutes on CI.
+        assert np.array_equal(found.numpy(), expected), "the tokens differ"
         assert expected.max() > 2**16
 
 

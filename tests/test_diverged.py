@@ -158,46 +158,46 @@ def test_garbage_is_collected_in_logged_steps_only(tmp_path, chapter):
 
 
 def assert_collected(noted: Path) -> None:
-    """In logged steps only, and none of the objects from before the first step is looked at."""
+    """In logged steps only, and none of the objects that a collection has kept is looked at."""
     notes = [line.split() for line in noted.read_text().splitlines()]
     steps = {int(step) for step, _ in notes}
     assert steps == set(range(LOG, STEPS, LOG)) | {STEPS}, f"the steps are {steps}"
-    frozen = {int(count) for _, count in notes}
-    assert min(frozen) >= HEAP, f"the frozen objects are {frozen}"
+    searched = [int(count) for _, count in notes]
+    assert searched[0] >= HEAP, "the first collection sees what the first step has made"
+    assert max(searched[1:]) < HEAP, f"the objects that were searched are {searched}"
 
 
 @pytest.mark.planted
 @pytest.mark.parametrize(
-    ("line", "red"),
-    [("    gc.disable()\n", "the steps"), ("    gc.freeze()\n", "the frozen objects")],
-    ids=["not disabled", "not frozen"],
+    ("line", "wrong", "red"),
+    [
+        ("    gc.disable()\n", "", "the steps"),
+        ("gc.collect(1)\n", "gc.collect()\n", "the objects that were searched"),
+    ],
+    ids=["not disabled", "old objects too"],
 )
-def test_planted_collection_is_noticed(tmp_path, line, red):
-    assert collect_while_training(tmp_path, "01-single-gpu", [(line, "")]) == 0
+def test_planted_collection_is_noticed(tmp_path, line, wrong, red):
+    assert collect_while_training(tmp_path, "01-single-gpu", [(line, wrong)]) == 0
     with pytest.raises(AssertionError, match=red):
         assert_collected(tmp_path / "noted")
 
 
 def collect_while_training(folder: Path, chapter: str, replaced: list) -> int:
-    """Train beside a heap of HEAP objects that is older than the first step.
+    """Train beside a heap of HEAP objects that the first step makes, as compiling a model does.
 
-    For each full collection after that, the file `noted` gets the step and how many objects the
-    script has frozen.
+    For each collection, the file `noted` gets the step and how many objects it looks at.
     """
     noted = folder / "noted"
+    searched = "sum(len(gc.get_objects(n)) for n in range(info['generation'] + 1))"
     note = (
         f"{UPDATE}            if not state['step']:\n"
+        f"                heap = [[] for _ in range({HEAP})]\n"
         "                gc.callbacks.append(lambda phase, info: phase == 'start' and "
-        f"open({str(noted)!r}, 'a').write("
-        "f\"{state['step']} {gc.get_freeze_count() - frozen}\\n\"))\n"
+        f"print(state['step'], {searched}, file=open({str(noted)!r}, 'a')))\n"
         "            garbage = [[] for _ in range(20000)]\n"
         "            for each in garbage:\n                each.append(each)\n"
         "            del garbage, each\n"
     )
-    end, begin = "    progress_bar.close()\n", "    batches = None\n"
-    script = [
-        (UPDATE, note),
-        (begin, f"{begin}    frozen, heap = gc.get_freeze_count(), [[] for _ in range({HEAP})]\n"),
-        (end, f"    gc.callbacks.clear()\n{end}"),
-    ]
+    end = "    progress_bar.close()\n"
+    script = [(UPDATE, note), (end, f"    gc.callbacks.clear()\n{end}")]
     return run(folder, chapter, 1, [*script, *replaced], ())[0]

@@ -16,7 +16,7 @@ from conftest import CHAPTERS, ROOT, TORCHRUN, free_port, read_metrics, run_scri
 from runner import Series
 from test_async_checkpoint import not_copied
 from test_fsdp import OPTIONS
-from test_parity import Ladder, Run, plant, selected_runs
+from test_parity import STEPS, Ladder, Run, plant, selected_runs
 from test_portable import full
 from test_resume import assert_same_tensors
 from test_resume_ranks import children, tensors
@@ -147,7 +147,7 @@ def check_asynchronous_checkpoints(train, monkeypatch, folder, late: str) -> Non
 
     def copy_late(target: torch.Tensor, source: torch.Tensor, non_blocking: bool = False):
         if late == "copying" and source.is_cuda and source.data_ptr() in last:
-            torch.cuda._sleep(2 * 10**9)  # cycles: a second
+            torch.cuda._sleep(6 * 10**9)  # cycles: three seconds
         return copy(target, source, non_blocking)
 
     def write_late(*args: object) -> None:
@@ -175,7 +175,8 @@ def test_asynchronous_checkpoints_are_of_their_step(train, tmp_path, monkeypatch
 
 
 def copied_without_waiting(self, content: dict) -> dict:
-    tensors = {name: content[name] for name in ("model", "optimizer", "state")}
+    # The state comes first: its tensor has no dimension, so its copy is not pinned and waits.
+    tensors = {name: content[name] for name in ("state", "model", "optimizer")}
     if self._stager.state_dict_cache is None:  # pinning memory waits for the GPU
         self._stager.state_dict_cache = _create_cpu_state_dict(tensors, pin_memory=True)
     copies = self._stager.state_dict_cache
@@ -358,10 +359,9 @@ def has_fp8() -> bool:
 @pytest.mark.multi_gpu
 @pytest.mark.parametrize("args", [(), ("--cpu-offload",)], ids=["", "offload"])
 def test_an_overflow_on_one_gpu_makes_all_skip(tmp_path, args):
-    """Rank 1's loss is infinite in step 5: the weights stay, all halve the scale and go on."""
-    where = "                scaler.scale(loss).backward()"
-    overflow = 'loss = loss * (float("inf") if rank == 1 and state["step"] == 4 else 1.0)'
-    planted = [(where, f"                {overflow}\n{where}")]
+    """Rank 1's gradients overflow in step 5: the weights stay, all halve the scale and go on."""
+    overflow = 'loss * (float("inf") if rank == 1 and state["step"] == 4 else 1.0)'
+    planted = [("scaler.scale(loss).backward()", f"scaler.scale({overflow}).backward()")]
     script = plant("05-mixed-precision", tmp_path / "chapter", planted) / "train_llm.py"
     words = ("--precision", "fp16", *args)
     metrics = losses_of(
@@ -415,7 +415,7 @@ def assert_same_on_gpus(ladder: Ladder, model: str, name: str) -> None:
     """As on the CPU, but NCCL sums in another order and TF32 has 3 digits."""
     alone = ladder.metrics(ladder.run(ALONE_RUNS[model]))
     found = ladder.metrics(name)
-    assert len(alone) == 20 and alone[-1]["loss"] < alone[0]["loss"] - 1
+    assert len(alone) == STEPS and alone[-1]["loss"] < alone[0]["loss"] - 1
     for key, rel in (("loss", 1e-3), ("eval_loss", 1e-3), ("grad_norm", 5e-2)):
         right = [line[key] for line in alone if key in line]
         assert [line[key] for line in found if key in line] == pytest.approx(right, rel=rel), key

@@ -6,16 +6,18 @@ import sys
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 from conftest import ROOT, first_then_slow, run_script
 from runner import ask_ranks, load_script
+from test_tensor_parallel import ODD, ODD_SIZES, PRESET, patch_chapter
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, parallel
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -26,6 +28,7 @@ from transformers import AttentionInterface, AutoModelForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from common import distributed
+from common.cli import InputError
 from common.models import SAVED_OPS, causal_attention, find_layers, load_config
 
 sys.path.append(str(ROOT / "04-fsdp"))
@@ -64,6 +67,22 @@ ALONE = [
     FSDP | {"precision": "bf16", "activation_checkpointing": "selective"},
     FSDP | {"precision": "bf16", "accumulation": 2},
 ]
+# What 1 x 2 and 2 x 2 ranks train, two of which share each layer, and one of 3 x 2 ranks alone.
+TABLE = FSDP | {"tensor_parallel": 2}
+ON_A_TABLE = [
+    (PRESET, TABLE | TOKENS),
+    (PRESET, TABLE | TOKENS | {"precision": "bf16"}),
+    (ODD, TABLE | TOKENS),
+]
+ALONE_IN_A_TABLE = [
+    TABLE,
+    TABLE | {"activation_checkpointing": "selective"},
+    TABLE | {"activation_checkpointing": "full"},
+    TABLE | {"compile": True},
+    TABLE | {"precision": "bf16"},
+    TABLE | {"precision": "bf16", "activation_checkpointing": "full"},
+    TABLE | {"precision": "bf16", "accumulation": 2},
+]
 
 
 class Alive(TorchDispatchMode):
@@ -85,8 +104,10 @@ class Alive(TorchDispatchMode):
 
 
 def load(name: str):
-    """Return a preset's configuration."""
-    config = load_config(name)
+    """Return a preset's configuration; ODD: sizes that two ranks cannot share equally."""
+    config = load_config(PRESET if name == ODD else name)
+    for key, value in (ODD_SIZES if name == ODD else {}).items():
+        setattr(config, key, value)
     # As many heads of keys as of queries: then CPUs and GPUs keep the same for the backward pass.
     config.num_key_value_heads = config.num_attention_heads
     config.num_hidden_layers = 2
@@ -97,8 +118,11 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def train(name: str, options) -> dict[str, int]:
-    """Train two steps as the chapters do; return the bytes stored in the second, and the most."""
+def train(name: str, options, script: Path | None = None) -> dict[str, int]:
+    """Train two steps as the chapters do; return the bytes stored in the second, and the most.
+
+    script: chapter 5's with tensor-parallel.diff, which says how ranks share each layer.
+    """
     alive = Alive()
     with alive:
         config = load(name)
@@ -120,18 +144,26 @@ def train(name: str, options) -> dict[str, int]:
             if options.hsdp:
                 shape = (options.gpus // options.gpus_per_node, options.gpus_per_node)
                 names = ("replicate", "shard")
+            if options.tensor_parallel > 1:
+                shape = (options.gpus // options.tensor_parallel, options.tensor_parallel)
+                names = ("dp", "tp")
+            mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
+            if options.tensor_parallel > 1:
+                plan = load_script(script).tensor_parallel_plan(options, config, options.gpus)
+                parallel.parallelize_module(model, mesh["tp"], plan)
+                model.tie_weights()
+                mesh = mesh["dp"]
             mp_policy = MixedPrecisionPolicy()
             if options.precision == "bf16":
                 mp_policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-            how = {
-                "mesh": init_device_mesh("cpu", shape, mesh_dim_names=names),
-                "mp_policy": mp_policy,
-            }
+            how = {"mesh": mesh, "mp_policy": mp_policy}
             for block in blocks:
                 fully_shard(block, reshard_after_forward=options.reshard_after_forward, **how)
             fully_shard(model, **how)
         elif options.sharding != "none":
             forward = DistributedDataParallel(model, gradient_as_bucket_view=True)
+        if options.compile:  # without its layers, which the prediction leaves as they are
+            model.loss_function = lambda logits, *_, **__: peak_memory.CompiledLoss.apply(logits)
         adamw = torch.optim.AdamW
         if options.sharding == "zero1":
             adamw = partial(ZeroRedundancyOptimizer, optimizer_class=torch.optim.AdamW)
@@ -160,23 +192,23 @@ def train(name: str, options) -> dict[str, int]:
     return {**stored, "peak": alive.most}
 
 
-def rank_main(rank: int, world_size: int, runs: list, folder, queue) -> None:
+def rank_main(rank: int, world_size: int, runs: list, folder, script, queue) -> None:
     torch.set_num_threads(1)
     store = f"file://{folder}/store-{world_size}"
     dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size)
     queue.put(
         (
             rank,
-            [train(name, Options(gpus=world_size, **flags)) for name, flags in runs],
+            [train(name, Options(gpus=world_size, **flags), script) for name, flags in runs],
         )
     )
     dist.barrier()
     dist.destroy_process_group()
 
 
-def on_ranks(world_size: int, runs: list, folder) -> list[list[dict]]:
+def on_ranks(world_size: int, runs: list, folder, script=None) -> list[list[dict]]:
     """Return for each rank what each of the runs held."""
-    return ask_ranks(world_size, rank_main, world_size, runs, folder)
+    return ask_ranks(world_size, rank_main, world_size, runs, folder, script)
 
 
 @pytest.fixture
@@ -191,6 +223,19 @@ def held(make_folder) -> dict[int, list]:
     return {world_size: on_ranks(world_size, ON_RANKS, folder) for world_size in (2, 3)}
 
 
+@pytest.fixture(scope="module")
+def patched(make_folder) -> Path:
+    """Return chapter 5's script with tensor-parallel.diff."""
+    return patch_chapter(make_folder("patched")) / "train_llm.py"
+
+
+@pytest.fixture(scope="module")
+def held_on_a_table(make_folder, patched) -> dict[int, list]:
+    """Return, for 1 x 2 and for 2 x 2 ranks, what each rank holds in each run of ON_A_TABLE."""
+    folder = make_folder("stores")
+    return {size: on_ranks(size, ON_A_TABLE, folder, patched) for size in (2, 4)}
+
+
 @pytest.fixture
 def alone():
     """A process group in which this process is rank 0 of 6, and nobody answers."""
@@ -199,15 +244,15 @@ def alone():
     dist.destroy_process_group()
 
 
-def wrong_states(held) -> list[tuple]:
+def wrong_states(held, runs=ON_RANKS) -> list[tuple]:
     """Return the states on rank 0 that are not predicted to the byte.
 
     Rank 0 has the largest piece of each parameter. ZeRO-1 deals out whole ones: the largest sum.
     """
     wrong = []
-    cache = {name: {} for name, _ in ON_RANKS}
+    cache = {name: {} for name, _ in runs}
     for world_size, ranks in held.items():
-        for run, (name, flags) in enumerate(ON_RANKS):
+        for run, (name, flags) in enumerate(runs):
             options = Options(gpus=world_size, **flags)
             predicted = predict(load(name), options, cache[name])
             for state in STORED:
@@ -259,6 +304,45 @@ def test_most_bytes_with_ddp(held, run):
         assert predicted["peak"] == pytest.approx(most, rel=0.01), world_size
 
 
+def test_states_on_a_table_are_what_ranks_hold(held_on_a_table):
+    assert wrong_states(held_on_a_table, ON_A_TABLE) == []
+    for run, (name, _) in enumerate(ON_A_TABLE):
+        for ranks in held_on_a_table.values():
+            sums = {sum(rank[run][state] for state in STORED) for rank in ranks}
+            assert (len(sums) == 1) == (name == PRESET), "only odd sizes make a difference"
+
+
+def cut_everything(name: str, shape: torch.Size, ranks: int) -> torch.Size:
+    """The norms, too."""
+    return torch.Size((math.ceil(shape[0] / ranks), *shape[1:]))
+
+
+@pytest.mark.parametrize(
+    ("function", "planted", "found"),
+    [
+        ("tensor_parallel_shape", cut_everything, {2, 4}),
+        ("tensor_parallel_shape", lambda name, shape, ranks: shape, {2, 4}),
+        # FSDP over all ranks, those of a row, too.
+        ("ranks_per_shard_group", lambda options: options.gpus, {2, 4}),
+        # No padding: 2,049 tokens on 2 ranks of a column are 1,024.5 for each.
+        ("shard_numel", lambda group, ranks: sum(map(math.prod, group)) // ranks, {4}),
+    ],
+)
+def test_planted_wrong_table(held_on_a_table, monkeypatch, function, planted, found):
+    monkeypatch.setattr(peak_memory, function, planted)
+    wrong = wrong_states(held_on_a_table, ON_A_TABLE)
+    assert {world_size for world_size, *_ in wrong} == found
+
+
+@pytest.mark.check
+def test_the_page_has_the_weights_of_one_of_2_x_2_ranks():
+    """And a recorded run of the script printed them."""
+    found = predict(load_config(PRESET), Options(gpus=4, **TABLE, **TOKENS))
+    chapter = ROOT / "05-mixed-precision"
+    for file in ("beyond.md", "recorded/tensor_parallel.txt"):
+        assert f"rank 0 holds {found['parameters']:,} of the" in (chapter / file).read_text()
+
+
 def compare(name: str, flags: dict) -> float:
     """Return the most bytes of a step as predicted, divided by those alive in a real step."""
     options = Options(**{"gpus": 6, **TOKENS, **flags})
@@ -271,6 +355,33 @@ def test_most_bytes(alone, name, flags):
     assert compare(name, flags) == pytest.approx(1, rel=0.01)
     # With few tokens it is not activations that decide, but what is gathered and sent.
     assert compare(name, {**flags, "seq_length": 4}) == pytest.approx(1, rel=0.04)
+
+
+@pytest.mark.parametrize("flags", first_then_slow(ALONE_IN_A_TABLE), ids=str)
+def test_most_bytes_in_a_table(alone, patched, flags):
+    """On 3 x 2 ranks, where FSDP pads what it cuts."""
+    for length, near in ((128, 0.01), (4, 0.06)):
+        options = Options(gpus=6, **flags | TOKENS | {"seq_length": length})
+        predicted, found = predict(load(PRESET), options), train(PRESET, options, patched)
+        assert [predicted[state] for state in STORED] == [found[state] for state in STORED]
+        assert predicted["peak"] == pytest.approx(found["peak"], rel=near)
+
+
+@pytest.mark.parametrize(
+    ("function", "planted", "state"),
+    [
+        # o_proj and down_proj cut by their outputs, too.
+        ("tensor_parallel_shape", lambda name, shape, ranks: shape if "norm" in name else
+            cut_everything(name, shape, ranks), "parameters"),
+        # All is divided, as if the logits were sharded.
+        ("tensor_parallel_bytes", lambda phase, layer, size, *_: size / 2, "peak"),
+    ],
+)  # fmt: skip
+def test_planted_wrong_most_bytes_in_a_table(alone, patched, monkeypatch, function, planted, state):
+    monkeypatch.setattr(peak_memory, function, planted)
+    options = Options(gpus=6, **TOKENS, **TABLE)
+    found = train(PRESET, options, patched)[state]
+    assert predict(load(PRESET), options)[state] != pytest.approx(found, rel=1e-3)
 
 
 @pytest.mark.parametrize(
@@ -442,6 +553,15 @@ def test_the_chart(say, tmp_path):
             ["-m", "gpt2-tiny", "--chart", "/no/c.svg"],
             "--chart /no/c.svg must be a .png or .svg file",
         ),
+        (
+            ["-m", PRESET, "--tensor-parallel", 2, "--hsdp"],
+            "With --tensor-parallel 2, leave out --hsdp.",
+        ),
+        (["--tokens", "many"], "argument --tokens: 'many' is not a number above 0"),
+        (["--tokens", "inf"], "argument --tokens: 'inf' is not a number of tokens, such as 10e9"),
+        (["--mfu", 1.1], "argument --mfu: '1.1' is not a number above 0 and at most 1"),
+        (["--price-per-gpu-hour", 2], "--mfu and --price-per-gpu-hour need --tokens."),
+        (["--gpu-name", "NVIDIA X"], "argument --gpu-name: invalid choice: 'NVIDIA X'"),
     ],
 )
 def test_bad_input(say, args, sentence):
@@ -449,6 +569,99 @@ def test_bad_input(say, args, sentence):
     assert status == 2
     assert sentence in err.splitlines()[-1]
     assert "Traceback" not in err
+
+
+@pytest.mark.parametrize(
+    ("name", "gpus", "n_ranks"),
+    [("gpt2-tiny", 2, 2), ("llama-tiny", 2, 2), (PRESET, 2, 4), (PRESET, 8, 3)],
+)
+def test_refuses_what_the_script_refuses(say, patched, name, gpus, n_ranks):
+    options = Options(tensor_parallel=n_ranks)
+    with pytest.raises(InputError) as refused:
+        load_script(patched).tensor_parallel_plan(options, load_config(name), gpus)
+    status, _, err = say("-m", name, "--gpus", gpus, "--tensor-parallel", n_ranks)
+    assert (status, err) == (2, f"{refused.value}\n")
+
+
+@pytest.mark.parametrize(
+    ("flags", "rows"),
+    [([], ["", "selective", "full", "full --cpu-offload"]), (["--compile"], [""])],
+)
+def test_only_chapter_5_is_tensor_parallel(say, flags, rows):
+    _, out, _ = say("-m", PRESET, "--gpus", 4, "-b", 3, "--tensor-parallel", 2, *flags)
+    _, *table, sequences, answer = out.splitlines()
+    assert [row[:28].removeprefix("Chapter 5").strip() for row in table] == rows
+    assert "--global-batch-size 6;" in sequences, "the two ranks of a row have the same 3"
+    assert answer == "Chapter 5: 0.0 of 80 GiB per GPU."
+
+
+# --- time and cost ---
+
+# 6 x 7,504,924,672 parameters (8,030,261,248 without the input embedding, 128,256 x 4,096) and
+# 12 x 32 layers x 32 heads x 128 x 8,192 positions.
+FLOPS_8B = 57_914_449_920
+RUN_8B = ("-m", "llama-3.1-8b", "-s", 8192, "-b", 1, "--tokens")
+
+
+@pytest.mark.slow
+def test_hours_and_cost_by_hand(say):
+    # 1e10 tokens x FLOPS_8B / (8 x 989e12 x 0.4) = 182,996 s = 50.83 h; 8 x 50.83 x 3 = 1,219.97.
+    _, out, _ = say(*RUN_8B, "10B", "--price-per-gpu-hour", 3)
+    assert out.splitlines()[-1] == (
+        "10,000,000,000 tokens take 50.8 hours on 8 x NVIDIA H100 and cost 1,219.97, at an MFU of "
+        "40.0% (assumed; set your own with --mfu)."
+    )
+
+
+def tiny(memory, monkeypatch, *words: object) -> str:
+    """Return the sentence about gpt2-tiny with these arguments."""
+    monkeypatch.setattr(sys, "argv", ["memory.py", "-m", "gpt2-tiny", *map(str, words)])
+    args = memory.get_args()
+    args.seq_length = 128
+    return memory.time_and_cost(args, load_config("gpt2-tiny"))
+
+
+def test_hours_of_a_tiny_model_by_hand(memory, monkeypatch):
+    """937,472 parameters with the tied embedding; 2 layers, 2 heads of 64, 128 positions."""
+    flops = 6 * 937_472 + 12 * 2 * 2 * 64 * 128
+    assert flops == 6_018_048
+    # 3e12 tokens on 4 GPUs: 1.8054e19 / (4 x 312e12 x 0.25) = 57,866 s = 16.07 h.
+    words = ("--gpus", 4, "--gpu-name", "NVIDIA A100", "--mfu", 0.25, "--tokens")
+    for tokens in ("3e12", "3T", "3000b"):
+        assert tiny(memory, monkeypatch, *words, tokens) == (
+            "3,000,000,000,000 tokens take 16.1 hours on 4 x NVIDIA A100, at an MFU of 25.0% "
+            "(given by --mfu)."
+        )
+    # 4 x 16.0738 x 1.5; half of the peak counts twice as fast.
+    assert "hours on 4 x NVIDIA A100 and cost 96.44," in tiny(
+        memory, monkeypatch, *words, "3T", "--price-per-gpu-hour", 1.5
+    )
+    assert " 8.0 hours " in tiny(memory, monkeypatch, *words, "3T", "--mfu", 0.5)
+    monkeypatch.setattr(memory, "flops_per_token", lambda *_: 6 * 937_472)  # planted
+    assert " 16.1 hours " not in tiny(memory, monkeypatch, *words, "3T")
+
+
+def find_mfu(memory, monkeypatch, *words: object) -> tuple[float, str]:
+    monkeypatch.setattr(sys, "argv", ["memory.py", "--gpu-name", "NVIDIA H200", *map(str, words)])
+    return memory.find_mfu(memory.get_args())
+
+
+def test_mfu_is_measured_given_or_assumed(memory, monkeypatch):
+    find = partial(find_mfu, memory, monkeypatch)
+    mfu, source = find("-m", "llama-3.1-8b")
+    assert mfu == pytest.approx((0.56044 + 0.56183) / 2, abs=1e-5)  # of two runs
+    assert source == (
+        "measured on 4 GPUs in chapter 5 with --compile -s 8192 -b 1, see fsdp_precision_4.json"
+    )
+    mfu, source = find("-m", "gpt2")
+    assert mfu == pytest.approx(0.44070, abs=1e-5)
+    assert source.startswith("measured on 2 GPUs in chapter 5 with --compile -s 1024 -b 64")
+    assumed = (0.4, "assumed; set your own with --mfu")
+    assert find("-m", "gpt2", "--gpu-name", "NVIDIA A100") == assumed
+    assert find("-m", "gpt2", "--num-layers", 2) == assumed
+    assert find("-m", "llama-3.1-8b", "--tensor-parallel", 2) == assumed
+    assert find("-m", "gpt2-tiny") == assumed
+    assert find("-m", "gpt2", "--mfu", 0.3) == (0.3, "given by --mfu")
 
 
 def test_without_matplotlib(say, monkeypatch, tmp_path):

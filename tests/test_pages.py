@@ -16,16 +16,29 @@ import re
 import runpy
 import shlex
 import shutil
+import signal
 import subprocess
 import sys
+import time
 import tomllib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
 import pytest
-from conftest import CHAPTERS, EVALUATED_LITTLE, ROOT, quick, quick_commands, replace_in
+import yaml
+from conftest import (
+    CHAPTERS,
+    EVALUATED_LITTLE,
+    ROOT,
+    free_port,
+    quick,
+    quick_commands,
+    read_metrics,
+    replace_in,
+    wait_for_file,
+)
 
 from common import cli, distributed
 
@@ -48,7 +61,8 @@ WORDS = {
 }
 LOOKED_UP = ("reference.md", "measurements.md", "classify_reference.md")  # have no limit
 NEEDS = {"gpu", "cluster", "local_cluster", "hub"}
-LANGUAGES = (["bash"], ["diff"], ["text"], ["python"], ["mermaid"])
+LANGUAGES = (["bash"], ["diff"], ["text"], ["python"], ["mermaid"], ["yaml"], ["dockerfile"])
+CONTAINERS = ROOT / "03-multi-node/containers.md"
 
 
 def name_of(page: Path) -> str:
@@ -311,6 +325,34 @@ def unknown_blocks(page: Path, text: str) -> list[str]:
     ]
 
 
+def manifests(text: str) -> list:
+    """Return the documents in a page's blocks of YAML."""
+    return [each for _, block in blocks(text, "yaml") for each in yaml.safe_load_all(block)]
+
+
+def shell_scripts(node: object) -> Iterator[str]:
+    """Yield what follows -c in each list of a document."""
+    if isinstance(node, list) and "-c" in node:
+        yield node[node.index("-c") + 1]
+    elif isinstance(node, list | dict):
+        for each in node.values() if isinstance(node, dict) else node:
+            yield from shell_scripts(each)
+
+
+def wrong_yaml(page: Path, text: str) -> list[str]:
+    """YAML can be read, and the scripts in it obey the rules for commands."""
+    complaints = []
+    try:
+        for script in shell_scripts(manifests(text)):
+            if not bash_can_read(script):
+                complaints.append(f"bash cannot read: {script}")
+            block = f"```bash\n{script}```\n"
+            complaints += refused_arguments(page, block) + paths_that_are_gone(page, block)
+    except yaml.YAMLError as error:
+        complaints.append(f"not YAML: {error}")
+    return complaints
+
+
 def gone_tests(page: Path, text: str) -> list[str]:
     """A command that runs tests: the file is there, and -k chooses at least one test of it."""
     complaints = []
@@ -398,6 +440,7 @@ RULES = (
     wrong_excerpts,
     refused_arguments,
     unknown_blocks,
+    wrong_yaml,
     gone_tests,
     unrecorded_output,
     stale_tables,
@@ -457,6 +500,12 @@ ROT = {
         ("```bash gpu", "```bash tpu", "unknown mark"),
         ("```bash\n", "```sh\n", "unknown language: sh"),
     ],
+    wrong_yaml: [
+        ("^kind: Job$", "kind: {Job", "not YAML"),
+        ("wait \\$AGENT$", "wait $(AGENT", "bash cannot read"),
+        ("torchrun.sh -e my-run &", "torchrun.sh --my-run &", "arguments: --my-run"),
+        ("launch_torchrun.sh -e my-run &", "lunch.sh -e my-run &", "lunch.sh"),
+    ],
     gone_tests: [
         ("tests/test_parity.py -k", "tests/test_parrot.py -k", "no such tests"),
         ("-k planted", "-k painted", "no such test"),
@@ -465,7 +514,7 @@ ROT = {
     stale_tables: [
         (r"(<!-- table: .*\n.*\n.*\n.*)\d(.*\d)", r"\g<1>00\2", "run python tests/benchmarks"),
         (r"<!-- table: .*\n", "", "no table of report.py"),
-        (r"^\| node \|.*", "| node | 3.5 ms |", "no table of report.py: | node"),
+        (r"^\| mistake \|.*", "| mistake | 3.5 ms |", "no table of report.py: | mistake"),
         (r"\]\(\.\./tests/benchmarks/results/\w+.json\)", "](gone)", "does not link to"),
     ],
     invented_messages: [
@@ -484,7 +533,7 @@ def test_every_rule_has_planted_rot():
 @pytest.mark.parametrize(("rule", "pattern", "new", "complaint"), ROTS)
 def test_rule_finds(rule, pattern, new, complaint):
     names = ("README.md", "reference.md", "measurements.md")
-    for page in (*(ROOT / "02-ddp" / name for name in names), CHAPTER_PAGES[0]):
+    for page in (*(ROOT / "02-ddp" / name for name in names), CHAPTER_PAGES[0], CONTAINERS):
         text = page.read_text()
         rotten = re.sub(pattern, new, text, flags=re.MULTILINE)
         if rotten != text:
@@ -530,6 +579,39 @@ def test_a_solution_shows_another_diff_than_its_file():
     assert first.startswith("a diff of no file:") and second.startswith("not shown:")
 
 
+@pytest.mark.check
+def test_the_pods_find_each_other_and_their_runs():
+    text = CONTAINERS.read_text()
+    claim, service, job = manifests(text)
+    pod = job["spec"]["template"]["spec"]
+    (container,) = pod["containers"]
+    job_name, service_name = job["metadata"]["name"], service["metadata"]["name"]
+    assert service["spec"]["selector"] == {"job-name": job_name}
+    assert pod["subdomain"] == service_name
+    variables = {each["name"]: each["value"] for each in container["env"]}
+    assert variables["HEAD"].startswith(f"{job_name}-0.{service_name}.default.svc.cluster.local:")
+    assert int(variables["NNODES"]) == job["spec"]["completions"] == job["spec"]["parallelism"]
+    mounts = {each["name"]: each["mountPath"] for each in container["volumeMounts"]}
+    volumes = {each["name"]: each for each in pod["volumes"]}
+    assert mounts.keys() == volumes.keys()
+    assert volumes["outputs"]["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
+    ((_, dockerfile),) = blocks(text, "dockerfile")
+    folder = re.search(r"^WORKDIR (.+)$", dockerfile, re.MULTILINE)[1]
+    assert mounts["outputs"] == f"{folder}/outputs"
+    install = re.search(r"^RUN (pip .+)$", dockerfile, re.MULTILINE)[1]
+    assert f".venv/bin/python -m {install}\n" in (ROOT / "README.md").read_text()
+
+
+@pytest.mark.check
+def test_containers_change_two_commands_of_the_job_script():
+    script = (ROOT / "03-multi-node/job.sbatch").read_text()
+    script = " ".join(script.replace("\\\n", " ").split())
+    lines = [line for _, line in commands(CONTAINERS.read_text())]
+    plan, run = (next(filter(re.compile(each).match, lines)) for each in ("PLAN=", "srun "))
+    assert plan.replace('srun --nodes=1 --ntasks=1 "${CONTAINER[@]}" python', '"$PYTHON"') in script
+    assert run.replace('"${CONTAINER[@]}" ', "") in script
+
+
 @pytest.mark.slow
 def test_the_picture_is_of_todays_scripts(monkeypatch):
     """Planted: another prediction, another diffstat."""
@@ -554,9 +636,9 @@ def test_the_picture_is_of_todays_scripts(monkeypatch):
 COUNTED = "commands on pages"  # conftest.py adds up what tests record under this name
 RUN, SHORTENED, ELSEWHERE, PARSED = "run", "shortened", "run by other tests", "only parsed"
 TRAINS = r"\b(train_(llm|classifier)\.py|launch(_\w+)?\.sh)|^make train"
-# They fetch the repository, change the environment that tests run in, open a browser, or run the
-# tests themselves.
-NOT_HERE = r"^git clone|^cd |\bpip\b|-m venv|^make (?!train|diff)|-m pytest"
+# They fetch the repository, change the environment that tests run in, open a browser, need an image
+# of a container, or run the tests themselves.
+NOT_HERE = r"^git clone|^cd |\bpip\b|-m venv|^make (?!train|diff)|^docker |CONTAINER|-m pytest"
 HAS_CLUSTER = shutil.which("slurmctld") and os.geteuid() == 0
 OTHER_NODES = r"NNODES|HEAD=|HOSTS|hosts\.txt|node\d|mpirun|sbatch|srun|--precision fp8"
 # Runs of two steps spend most of their time on the evaluation, the sample and the classifier's
@@ -573,7 +655,7 @@ ABRIDGED = [
 
 def fate(needs: set[str], command: str) -> str:
     """Return what tests do with a command of a page."""
-    if re.search(r"pytest tests/|fault_lab.py (?!list)", command):
+    if re.search(r"pytest tests/|fault_lab.py (?!list)|trace_ranks.py", command):
         return ELSEWHERE
     if needs == {"local_cluster"}:
         return ELSEWHERE if HAS_CLUSTER else PARSED
@@ -710,6 +792,40 @@ def test_command(same, checkout, record_property):
             if not (outputs / name).exists():
                 shutil.copytree(run, outputs / name)
     record_property(COUNTED, [how for how, _ in same])
+
+
+@pytest.mark.slow
+def test_both_pods_start_again_if_one_is_stopped(checkout):
+    """The script of the manifest runs twice on this machine, with a small model."""
+    (script,) = shell_scripts(manifests(CONTAINERS.read_text()))
+    small = "-e pods -s 32 -b 2 --global-batch-size 4 --max-steps 300 --ckpt-freq 300"
+    right = script.replace("-e my-run", small).replace("my-run", "pods")
+    wrong = right.replace("&& ! -e outputs/pods/requeue ", "")
+    assert right != script and wrong != right
+    run, real = checkout / "outputs/pods", {"PYTHON": sys.executable, "PYTHON_EXEC": sys.executable}
+
+    def statuses(script: str, stop: bool) -> list[int]:
+        env = quick(NNODES=2, HEAD=f"localhost:{free_port()}", NPROC_PER_NODE=1, **real)
+        started = {"cwd": checkout, "env": env, "start_new_session": True}
+        pods = [subprocess.Popen(["bash", "-c", script], **started) for _ in range(2)]
+        try:
+            if stop:
+                wait_for_file(run / "metrics.jsonl", lambda: pods[0].poll() is None)
+                last = read_metrics(run, going_on=True)[-1:]
+                while read_metrics(run, going_on=True)[-1:] == last:
+                    assert pods[0].poll() is None
+                    time.sleep(0.1)
+                pods[1].terminate()
+            return [pod.wait(300) for pod in pods]
+        finally:
+            for pod in pods:
+                with contextlib.suppress(ProcessLookupError):
+                    os.killpg(pod.pid, signal.SIGKILL)
+
+    assert statuses(right, stop=True) == [1, 1]
+    assert statuses(wrong, stop=True) == [0, 0], "planted: both pods would count as complete"
+    assert statuses(right, stop=False) == [0, 0]
+    assert read_metrics(run)[-1]["step"] == 300
 
 
 def made_by_make() -> set[str]:

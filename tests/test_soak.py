@@ -12,7 +12,7 @@ from runner import SAVE_STAGES
 sys.path.append(str(ROOT / "tests/benchmarks"))
 import report
 import soak
-from soak import Look, Soak, Watch, stage_of_save, wrong_lines, wrong_samples
+from soak import NODES, Look, Soak, Watch, stage_of_save, wrong_lines, wrong_samples
 
 RESULT = ROOT / report.result("soak")
 STEPS = 6
@@ -154,13 +154,16 @@ def test_stage_of_a_save(tmp_path, stage):
 @pytest.mark.slurm
 def test_short_soak(cluster, tmp_path, monkeypatch):
     """Hits that torchrun and the queue mend; then a step is taken out, which is noticed."""
-    kinds = ["worker", "save, launcher"]
+    kinds = ["worker", "save, launcher"]  # the seed draws node1, then node2
     monkeypatch.setattr(soak, "AT_MOST_S", 0.5)
     lab, hits = Soak(cluster, tmp_path, steps=200, seed=1), []
-    lab.undisturbed()
+    with monkeypatch.context() as patch:
+        patch.setattr(soak, "REAL", {})  # nobody kills this run's processes: they start quickly
+        lab.undisturbed()
     run = lab.train("run", 1, len(kinds), hits.append, kinds)
     assert run["complaints"] == [], lab.log("run")[-5000:]
     assert [hit["kind"] for hit in hits] == kinds, "the run ended before the last hit"
+    assert [hit["host"] for hit in hits] == NODES, "test_multi_node.py leaves node2 to this test"
     by = ["torchrun", "the queue"]
     assert [hit["started_again_by"] for hit in hits] == by
     assert run["steps"] == lab.steps and run["job_restarts"] == 1

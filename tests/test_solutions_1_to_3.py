@@ -382,7 +382,7 @@ def kill_9_twice() -> list[str]:
     return [
         f"killed {found['hit_at'] % found['ckpt_freq']} steps after",
         "lost 13 steps each",
-        f"{worker[0]} s against {torchrun[0]} s",
+        f"for {worker[0]} s after the loss of a worker, and for {torchrun[0]} s",
     ]
 
 
@@ -415,12 +415,10 @@ def two_one_two() -> list[str]:
     assert resumed[1:] == [stopped]
     killed = max(map(int, re.findall(r"step (\d+)/", text.split("resumed after")[0])))
     again = killed - resumed[0]
-    restarts = re.search(r"MAX_RESTARTS=(\d)", text)[1]
     file = "recorded/elastic.metrics.jsonl"
     return [
         f"killed after step {killed}, and the first node resumes after step {resumed[0]}",
         f"{again} steps are trained twice, with the same {24 * again} samples",
-        f"`MAX_RESTARTS` allows, which is {restarts}",
         f"save after step {stopped} and resume after step {stopped}",
         f"more than {max(differences(NODES, file)):.1e} of its value",
     ]
@@ -450,12 +448,11 @@ def saves(chapter: str) -> tuple[list[float], list[float]]:
 def how_often() -> list[str]:
     after, others = saves(ALONE)
     assert max(map(abs, others)) < 5 < min(after)
-    save, slow = statistics.median(after) / 1000, statistics.median(saves(NODES)[0]) / 1000
+    save = statistics.median(after) / 1000
     step = statistics.median(recorded(ALONE, "time/total")) / 1000
     best = math.sqrt(2 * round(save, 3) * DAY_S)
     last = recorded(ALONE, "step")[-1]
     assert last < best / step
-    assert math.sqrt(2 * slow * DAY_S) == pytest.approx(1.5 * best, rel=0.1)
     return [
         f"{1000 * save:.0f} ms more, as the median of {len(after)} saves",
         f"one failure per day ({DAY_S:,} s) and {save:.3f} s per save",
@@ -464,7 +461,6 @@ def how_often() -> list[str]:
         f"every {best / step:.0f} steps",
         f"the {last} steps of the run",
         f"costs {100 * save / (50 * step):.1f}% of the time",
-        f"C is {1000 * slow:.0f} ms, and T is 1.5 times as long",
     ]
 
 

@@ -231,7 +231,7 @@ def test_a_chapter_and_the_bare_loop_side_by_side(tmp_path, monkeypatch, capsys)
         assert row["median"]["time/total"] > 0 and row["median"]["peak_mem_gib"] > 0
         assert row["median"]["first_line_s"] > 0.1
     assert found["baseline on 1"]["ratio"]["median"] == 1.0
-    table = report.TABLES["gpt2_bf16_scaling"].lines(lambda source: written["results"])
+    table = report.TABLES["nodes_gpu"].lines(lambda source: written["results"])
     assert len(table) == 4
     assert all(row.count("|") == table[0].count("|") for row in table)
 

@@ -32,7 +32,7 @@ NOTE = (
     "    gc.callbacks.append(note)\n"
 )
 END = "    progress_bar.close()\n"
-CONTROL = re.compile(r"^ +gc\.(collect|freeze|disable)\(\)\n", re.MULTILINE)
+CONTROL = re.compile(r"^ +gc\.(collect|disable)\(1?\)\n", re.MULTILINE)
 
 
 def train(controlled: bool, folder: Path) -> dict[str, float]:

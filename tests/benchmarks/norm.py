@@ -1,10 +1,11 @@
-"""The gradient norm of common/gradients.py beside PyTorch's: accuracy and time on a CPU.
+"""The gradient norm of common/gradients.py beside PyTorch's: accuracy and time.
 
 python tests/benchmarks/norm.py --output tests/benchmarks/results/norm_cpu.json
 
 For each model, the gradients are random numbers. Both functions clip them, in turn. The error of a
 norm is relative to the norm in float64, for whole gradients and for one shard of 4.
-The time of a step includes forward pass, backward pass, clipping and AdamW.
+The time of a step includes forward pass, backward pass, clipping and AdamW. It runs on the GPU if
+there is one, with larger batches of GPT-2.
 """
 
 import argparse
@@ -24,6 +25,7 @@ from common.models import causal_attention, load_config
 
 MODELS = ("gpt2-tiny", "llama-tiny", "gpt2")
 ROUNDS, STEPS, SHARDS = 15, 15, 4
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def torch_norm(model: nn.Module, max_norm: float) -> torch.Tensor:
@@ -36,6 +38,8 @@ NORMS: dict[str, Callable] = {"rows": clip_grad_norm, "torch": torch_norm}
 def milliseconds(call: Callable[[], object]) -> float:
     start = time.perf_counter()
     call()
+    if DEVICE == "cuda":
+        torch.cuda.synchronize()
     return 1e3 * (time.perf_counter() - start)
 
 
@@ -66,14 +70,15 @@ def measure(name: str) -> dict:
         torch.manual_seed(0)
         return AutoModelForCausalLM.from_config(
             config, attn_implementation=causal_attention(config), dtype=torch.float32
-        )
+        ).to(DEVICE)
 
     model, found = build(), {"model": name}
     found["parameters"] = sum(p.numel() for p in model.parameters())
-    ids = torch.randint(config.vocab_size, (4, 128))
+    shape = (16, 1024) if DEVICE == "cuda" and name == "gpt2" else (4, 128)
+    ids = torch.randint(config.vocab_size, shape, device=DEVICE)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, fused=True)
     for _ in range(2):
-        step(model, optimizer, ids, torch_norm)
+        milliseconds(lambda: step(model, optimizer, ids, torch_norm))
     times = {norm: [] for norm in NORMS}
     for _ in range(STEPS):
         for key, norm in NORMS.items():

@@ -24,12 +24,6 @@ RESULTS = "tests/benchmarks/results"
 GIB = 2**30
 MAKE_TRAIN = "01-single-gpu/recorded/make-train.metrics.jsonl"
 STATES = ("weights", "gradients", "moments")
-KERNELS = {  # kind: what the names of its kernels have in common
-    "attention": r"sdpa|fmha|flash",
-    "matrix products": r"nvjet|gemm|cutlass",
-    "loss over the vocabulary": r"softmax|SoftMax|nll",
-    "all others of the 25 largest": r"",
-}
 
 
 # --- result files ---
@@ -38,7 +32,7 @@ KERNELS = {  # kind: what the names of its kernels have in common
 def content(path: Path, key: str = "results") -> object:
     """Return the results of a result file, the lines of a metrics file, the text of another.
 
-    key: what to return of a result file; "machine" says where it was measured.
+    key: what to return of a JSON file.
     """
     text = path.read_text()
     if path.suffix == ".jsonl":
@@ -200,14 +194,9 @@ def causal_mfu(row: dict, parameters: int) -> float:
 
 
 def searches(read: Callable, names: Iterable[str]) -> list[dict]:
-    """Return the rows of searches for the largest model, with what was expected and the machine."""
-    expected, rows = read("predictions"), []
-    for name in names:
-        machine = read(name, "machine")
-        rows += [
-            {**row, **expected[name][row["label"]], "machine": machine}
-            for row in read(name)["rows"]
-        ]
+    """Return the rows of searches for the largest model, with what was expected."""
+    expected = read("predictions")
+    rows = [{**row, **expected[name][row["label"]]} for name in names for row in read(name)["rows"]]
     return sorted(rows, key=lambda row: (row["strategy"], row["gpus"]))
 
 
@@ -234,15 +223,6 @@ def around_saves(row: dict) -> dict[str, list[float]]:
     return {**found, "before": run["total_ms"][row["warm_up"] : every]}
 
 
-def ms_by_kind(kernels: list[dict]) -> dict[str, float]:
-    """Return ms of a step by kind of kernel."""
-    sums = dict.fromkeys(KERNELS, 0.0)
-    for each in kernels:
-        kind = next(kind for kind, names in KERNELS.items() if re.search(names, each["kernel"]))
-        sums[kind] += each["ms"]
-    return sums
-
-
 def read_templates() -> dict[str, Table]:
     environment = jinja2.Environment(
         line_statement_prefix="%", undefined=jinja2.ChainableUndefined, autoescape=False
@@ -250,8 +230,7 @@ def read_templates() -> dict[str, Table]:
     environment.filters |= {"f": shown, "runs": values_of_runs, "median": median}
     environment.filters["gib"] = lambda size: size / GIB
     functions = (script, diffstat, losses, bits_per_byte, largest_difference, state_gib)
-    functions += (beside_predictions, causal_mfu, measured_peak, searches, around_saves)
-    functions += (ms_by_kind, min)
+    functions += (beside_predictions, measured_peak, searches, around_saves, min)
     environment.globals |= {function.__name__: function for function in functions}
     text = Path(__file__).with_name("tables.jinja").read_text()
     templates = re.findall(r"^## (.+)\n((?:(?!## ).*\n)*)", text, re.MULTILINE)

@@ -15,6 +15,7 @@ Sets, and what they answer:
     gpt2-bf16               chapter 5 on one GPU against the bare loop, resharding and not
     gpt2-bf16-scaling       both on 1, 2, 4 and 8 GPUs
     gpt2-bf16-accumulation  the same with 4 micro-batches
+    chapters-gpu            all chapters on one GPU against the bare loop, in TF32 and in bfloat16
     ddp-gpu, ddp-gpu-accumulation, nodes-gpu  chapters 1 to 3 in TF32
     cpu, cpu-start          two cores: one process and two ranks on one global batch; the first step
     ddp-cpu, nodes-cpu, fsdp-cpu  neighbouring chapters on two cores
@@ -89,12 +90,29 @@ def with_whole_weights(rows: list[dict]) -> list[dict]:
     return [*rows, {**chapter, "label": "05-mixed-precision, not resharded, on 1", "args": words}]
 
 
+def all_chapters() -> list[dict]:
+    """Return the baseline loop and chapters 1 to 4 in TF32, then the loop and chapter 5 in bf16."""
+    rows: list[dict] = []
+    for precision, first, last in (("tf32", 1, 4), ("bf16", 5, 5)):
+        words = f"{GPT2} --log-freq 10"
+        loop = scaling({BASELINE: [1]}, f"{words} --precision {precision}", 64)
+        loop[0]["label"] += f" in {precision}"
+        chapters = [path.name for path in sorted(REPOSITORY.glob("0*-*"))[first - 1 : last]]
+        if precision != "tf32":
+            words += f" --precision {precision}"
+        rows += against(
+            loop[0]["label"], loop + scaling({each: [1] for each in chapters}, words, 64)
+        )
+    return rows
+
+
 CPU_ROWS = scaling({BASELINE: [1]}, "-m gpt2-tiny -s 128 -b 8 --precision tf32 --log-freq 10", 24)
 CPU_ROWS += scaling({"01-single-gpu": [1]}, "--log-freq 10", 24)
 CPU_ROWS += scaling({"02-ddp": [2]}, "--log-freq 10", 12)
 # By name: (configurations, steps in all, steps that are left out).
 SETS = {
     "ddp-cpu": (scaling(ON_CPU, "--log-freq 10", 24), 90, 30),
+    "chapters-gpu": (all_chapters(), 50, 20),
     "ddp-gpu": (scaling(ON_GPUS, OFTEN, 64), 40, 15),
     "nodes-cpu": (scaling({"02-ddp": [2], "03-multi-node": [2]}, "--log-freq 10", 24), 90, 30),
     "fsdp-cpu": (scaling({"03-multi-node": [2], "04-fsdp": [2]}, "--log-freq 10", 24), 90, 30),

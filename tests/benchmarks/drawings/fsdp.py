@@ -1,5 +1,9 @@
 """The figures of chapter 4."""
 
+from itertools import pairwise
+
+import report
+
 from drawings import step_memory as memory
 from drawings.svg import (
     LARGE,
@@ -110,6 +114,37 @@ def step_memory() -> str:
     return document("Memory of one GPU during a training step, with DDP and with FSDP", y + 54, out)
 
 
+def measured_memory() -> str:
+    """Return the memory over a step of GPT-2 124M on two GPUs, with DDP and with FSDP."""
+    results = report.content(report.REPOSITORY / report.result("memory_timeline_gpu"))
+    fills = {"allocated between steps": "blue", "allocated within the step": "orange"}
+    height, left = 230, LEFT + memory.AXIS
+    out = heading("Measured: FSDP saves model state, not activations")
+    out += legend(LEFT, 68, fills)
+    y = 118.0
+    for name, found in results.items():
+        peaks = found["peak_bytes_by_bin"]
+        gib = [max(pair) / memory.GIB for pair in zip(peaks[::2], peaks[1::2], strict=True)]
+        between = gib[0]  # the step has not allocated anything yet
+        sizes = [(min(size, between), max(0.0, size - between)) for size in gib]
+        parts = [dict(zip(fills, size, strict=True)) for size in sizes]
+        out.append(text(LEFT, y, name, LARGE, "bold"))
+        out += memory.chart(y + 10, height, parts, 3.5, [0, 1, 2, 3], fills=fills)
+        y += height + 20
+        phases = [(phase, at) for phase, at in found["phases"] if phase not in ("data", "wait")]
+        for (phase, start), (_, end) in pairwise([*phases, ("end", 1.0)]):
+            x, x_end = (left + (RIGHT - left) * share for share in (start, end))
+            out.append(line(x + 3, y, x_end - 3, y))
+            out.append(text((x + x_end) / 2, y + 22, phase, SMALL, "middle"))
+        y += 70
+    says = [
+        "GPT-2 124M, 1 x 1,024 tokens per GPU, TF32, rank 0 of two H100. Time is when",
+        "the host allocates memory.",
+    ]
+    out += lines_of_text(LEFT, y - 18, says, SMALL, "soft")
+    return document("Measured memory of a GPU over a step of GPT-2 124M, DDP and FSDP", y + 20, out)
+
+
 def hsdp() -> str:
     """Return the mesh of HSDP on two nodes of four GPUs."""
     nodes, gpus, width, gap = 2, 4, 140, 24
@@ -151,4 +186,9 @@ def hsdp() -> str:
     return document("The device mesh of HSDP on two nodes of four GPUs", y + 68, out)
 
 
-FIGURES = {"fsdp_layer": fsdp_layer, "step_memory": step_memory, "hsdp": hsdp}
+FIGURES = {
+    "fsdp_layer": fsdp_layer,
+    "step_memory": step_memory,
+    "measured_memory": measured_memory,
+    "hsdp": hsdp,
+}

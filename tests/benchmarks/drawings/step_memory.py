@@ -105,6 +105,7 @@ def chart(
     most: float,
     ticks: list[int],
     limit: float | None = None,
+    fills: dict[str, str] = FILLS,
 ) -> list[str]:
     """Return the parts of each phase, stacked, on an axis from 0 to `most` GiB.
 
@@ -122,7 +123,7 @@ def chart(
     widths = (RIGHT - left) / len(phases)
     xs = [left + widths * number for number in range(len(phases) + 1)]
     lower = [bottom] * len(phases)
-    for name, fill in FILLS.items():
+    for name, fill in fills.items():
         sizes = [parts.get(name, 0) for parts in phases]
         upper = [y - size * scale for y, size in zip(lower, sizes, strict=True)]
         if any(sizes):
