@@ -173,7 +173,7 @@ def find_mfu(args: argparse.Namespace) -> tuple[float, str]:
         return args.mfu, "given by --mfu"
     known = MEASURED.get((args.gpu_name, args.model_name))
     if known is None or args.num_layers or args.tensor_parallel > 1:
-        return ASSUMED_MFU, "assumed; set your own with --mfu"
+        return ASSUMED_MFU, "assumed for bfloat16; set your own with --mfu"
     file, label = known
     rows = json.loads((RESULTS / file).read_text())["results"]["rows"]
     (row,) = (row for row in rows if row["label"] == label)

@@ -125,13 +125,15 @@ def run(command: str, copy: Path) -> tuple[int, str]:
     env |= {"PATH": f"{copy}/.venv/bin:{env['PATH']}", "PYTHONPATH": str(copy)}
     env |= {"WANDB_MODE": "disabled"}  # no upload if somebody is logged in
     env |= {"CUDA_VISIBLE_DEVICES": ""} if torch.cuda.is_available() else {}
+    # Torchrun sets this number itself, but with a warning.
+    env |= {"OMP_NUM_THREADS": "1"} if "torchrun" in command else {}
     for name in ("VIRTUAL_ENV", "OMP_WAIT_POLICY"):  # conftest.py sets the second
         env.pop(name, None)
     if diff := DIFFS.get(command):
         command = f"git apply {diff} && trap 'git apply --reverse {diff}' EXIT && {command}"
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     done = subprocess.run(["bash", "-c", command], cwd=copy, env=env, **streams)
-    return done.returncode, done.stdout.decode().replace(f"{copy}/", "")
+    return done.returncode, done.stdout.decode(errors="replace").replace(f"{copy}/", "")
 
 
 def machine_line(old: str) -> str:
@@ -161,14 +163,15 @@ def change(old: str, new: str) -> str:
 def record(recording: Path, status: int, output: str, copy: Path) -> str:
     """Write a recording, and the files of its run, if its command succeeded. Say what changed."""
     command, machine, old = read(recording)
-    if status:
-        end = "\n".join(output.splitlines()[-5:])
-        return f"FAILED with status {status}, so the recording stays as it was:\n{end}"
-    recording.write_bytes(f"{command}\n{machine_line(machine)}\n{output}".encode())
+    beside = [ending for ending in BESIDE if recording.with_suffix(ending).exists()]
     folder = re.search(r"the run's folder is ([^;\s]+)", output)
-    for ending, name in BESIDE.items():
-        if recording.with_suffix(ending).exists():
-            shutil.copyfile(copy / folder[1] / name, recording.with_suffix(ending))
+    if status or (beside and not folder):
+        why = f"status {status}" if status else "no line names the run's folder"
+        end = "\n".join(output.splitlines()[-5:])
+        return f"FAILED, the recording stays as it was: {why}\n{end}"
+    recording.write_bytes(f"{command}\n{machine_line(machine)}\n{output}".encode())
+    for ending in beside:
+        shutil.copyfile(copy / folder[1] / BESIDE[ending], recording.with_suffix(ending))
     for result in re.findall(rf"--output ({report.RESULTS}/\S+)", command):
         shutil.copyfile(copy / result, ROOT / result)
     return change(old, output)
@@ -203,9 +206,11 @@ def main() -> None:
             start = time.perf_counter()
             status, output = run(command, copy)
             seconds, path = time.perf_counter() - start, recordings.get(command)
-            result = record(path, status, output, copy) if path else f"status {status}"
+            result = "FAILED" if status else "needed by others"
+            if path:
+                result = record(path, status, output, copy)
             print(f"{name_of(path) if path else command}: {seconds:.0f} s, {result}", flush=True)
-            faults += status != 0
+            faults += result.startswith("FAILED")
     tools = ["tests/benchmarks/report.py", "tests/benchmarks/figures.py"]
     for tool in tools if args.only else ["tests/labs.py", *tools]:
         faults += subprocess.run([sys.executable, tool], cwd=ROOT).returncode != 0

@@ -346,7 +346,6 @@ def test_attention_does_not_cross_conversations(preset, tokenizer):
     assert not any(torch.allclose(each, expected, atol=1e-2) for each in crossing)
 
 
-@pytest.mark.check
 def test_built_in_example(tokenizer):
     args = argparse.Namespace(dataset_name="python-stdlib", dataset_subset=None, text_column=None)
     train, evaluation = load_conversations(args, tokenizer, 128)

@@ -609,7 +609,7 @@ def test_hours_and_cost_by_hand(say):
     _, out, _ = say(*RUN_8B, "10B", "--price-per-gpu-hour", 3)
     assert out.splitlines()[-1] == (
         "10,000,000,000 tokens take 50.8 hours on 8 x NVIDIA H100 and cost 1,219.97, at an MFU of "
-        "40.0% (assumed; set your own with --mfu)."
+        "40.0% (assumed for bfloat16; set your own with --mfu)."
     )
 
 
@@ -656,7 +656,7 @@ def test_mfu_is_measured_given_or_assumed(memory, monkeypatch):
     mfu, source = find("-m", "gpt2")
     assert mfu == pytest.approx(0.44070, abs=1e-5)
     assert source.startswith("measured on 2 GPUs in chapter 5 with --compile -s 1024 -b 64")
-    assumed = (0.4, "assumed; set your own with --mfu")
+    assumed = (0.4, "assumed for bfloat16; set your own with --mfu")
     assert find("-m", "gpt2", "--gpu-name", "NVIDIA A100") == assumed
     assert find("-m", "gpt2", "--num-layers", 2) == assumed
     assert find("-m", "llama-3.1-8b", "--tensor-parallel", 2) == assumed

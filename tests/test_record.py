@@ -75,8 +75,9 @@ def test_what_is_written(tmp_path):
     (tmp_path / "outputs/a-2/metrics.jsonl").write_text("new")
     before = file.read_text()
     new = "12:30 loss 8.3 in 4 s\nthe run's folder is outputs/a-2; ...\n"
-    assert record.record(file, 1, new, tmp_path).startswith("FAILED with status 1")
-    assert (file.read_text(), metrics.read_text()) == (before, "old")
+    for status, output in ((1, new), (0, "no line about the folder\n")):
+        assert record.record(file, status, output, tmp_path).startswith("FAILED")
+        assert (file.read_text(), metrics.read_text()) == (before, "old")
 
     assert record.record(file, 0, new, tmp_path) == "only times and digits differ"
     command, machine, output = record.read(file)
