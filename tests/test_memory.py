@@ -1,7 +1,9 @@
 """The prediction of 04-fsdp/memory.py against what ranks really hold, and what it says."""
 
+import json
 import math
 import re
+import statistics
 import sys
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
@@ -646,16 +648,28 @@ def find_mfu(memory, monkeypatch, *words: object) -> tuple[float, str]:
     return memory.find_mfu(memory.get_args())
 
 
+# By model: the result file and the row of a measured MFU.
+MFU_ROWS = {
+    "gpt2": ("gpt2_bf16_scaling", "05-mixed-precision on 2"),
+    "llama-3.1-8b": ("fsdp_precision_4", "bf16, compiled"),
+}
+
+
+@pytest.mark.parametrize("model", MFU_ROWS)
+def test_measured_mfu_is_that_of_the_result_file(memory, monkeypatch, model):
+    name, label = MFU_ROWS[model]
+    found = json.loads((ROOT / f"tests/benchmarks/results/{name}.json").read_text())
+    (row,) = (row for row in found["results"]["rows"] if row["label"] == label)
+    mfu, source = find_mfu(memory, monkeypatch, "-m", model)
+    assert mfu == pytest.approx(statistics.median(run["mfu"] for run in row["runs"]), abs=5e-4)
+    sizes = re.search(r"-s \d+ -b \d+", row["command"])[0]
+    gpus = row.get("gpus") or row["devices"]
+    assert source == f"measured in chapter 5 on {gpus} GPUs with {sizes}"
+    assert found["machine"]["gpu"] == "NVIDIA H200" and "--compile" in row["command"]
+
+
 def test_mfu_is_measured_given_or_assumed(memory, monkeypatch):
     find = partial(find_mfu, memory, monkeypatch)
-    mfu, source = find("-m", "llama-3.1-8b")
-    assert mfu == pytest.approx((0.56044 + 0.56183) / 2, abs=1e-5)  # of two runs
-    assert source == (
-        "measured on 4 GPUs in chapter 5 with --compile -s 8192 -b 1, see fsdp_precision_4.json"
-    )
-    mfu, source = find("-m", "gpt2")
-    assert mfu == pytest.approx(0.44070, abs=1e-5)
-    assert source.startswith("measured on 2 GPUs in chapter 5 with --compile -s 1024 -b 64")
     assumed = (0.4, "assumed for bfloat16; set your own with --mfu")
     assert find("-m", "gpt2", "--gpu-name", "NVIDIA A100") == assumed
     assert find("-m", "gpt2", "--num-layers", 2) == assumed

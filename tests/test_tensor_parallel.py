@@ -252,7 +252,7 @@ def test_losses_show_that_a_row_has_other_data(table):
 
 # --- bad input ---
 
-LIMIT = "must divide ranks, KV heads and MLP width: at most"
+LIMIT = "must divide ranks, KV heads and MLP width, so also"
 REFUSED = [
     (("-m", PRESET, "--tensor-parallel", 4), f"4 {LIMIT} 2."),
     (("-m", "llama-tiny"), f"2 {LIMIT} 1."),
