@@ -279,8 +279,9 @@ def last_digit() -> list[str]:
     assert changes["nothing"] == {"first_step": None, "largest": 0.0}
     one = changes["one thread"]
     return [
-        f"differ in step {one['first_step']}. They differ by at most {one['largest']:.1e} of",
-        f"different seed changes the losses by {changes['seed']['largest']:.1e}",
+        f"differ at step {one['first_step']}. ",
+        f"The relative difference is at most {one['largest']:.1e},",
+        f"different seed causes a relative difference of {changes['seed']['largest']:.1e}",
     ]
 
 
@@ -296,10 +297,10 @@ def vocabulary() -> list[str]:
     blocks = size(model.transformer.h)
     before, after = (flops_per_token(each, each.config, 128) for each in (model, small))
     return [
-        f"{logits:,} of {logits + blocks:,} weights, or {100 * logits / (logits + blocks):.0f}%",
-        f"share of the output layer is {100 * share_of_logits(model, 128):.0f}%",
+        f"{logits:,} of the model's {logits + blocks:,} weights, or {100 * logits / (logits + blocks):.0f}%",
+        f"share of the FLOPs is {100 * share_of_logits(model, 128):.0f}%",
         f"prints {share_of_logits(model, 128):.3f}",
-        f"share to {100 * share_of_logits(small, 128):.0f}%, and the arithmetic of a step by "
+        f"share to {100 * share_of_logits(small, 128):.0f}%, and the FLOPs per step by "
         f"{100 * (1 - after / before):.0f}%",
         f"sequences of 1024 tokens, it is {100 * share_of_logits(large, 1024):.0f}%",
         "vocabulary of 1024",
