@@ -297,7 +297,8 @@ def vocabulary() -> list[str]:
     blocks = size(model.transformer.h)
     before, after = (flops_per_token(each, each.config, 128) for each in (model, small))
     return [
-        f"{logits:,} of the model's {logits + blocks:,} weights, or {100 * logits / (logits + blocks):.0f}%",
+        f"{logits:,} of the model's {logits + blocks:,} weights, or "
+        f"{100 * logits / (logits + blocks):.0f}%",
         f"share of the FLOPs is {100 * share_of_logits(model, 128):.0f}%",
         f"prints {share_of_logits(model, 128):.3f}",
         f"share to {100 * share_of_logits(small, 128):.0f}%, and the FLOPs per step by "
