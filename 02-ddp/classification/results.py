@@ -68,7 +68,6 @@ def load_weights(
     InputError as models.from_pretrained does.
     """
     disable_progress_bar()
-    options = {**options, "ignore_mismatched_sizes": True}
     return models.from_pretrained(model_class, name, config, options)
 
 

@@ -43,9 +43,7 @@ MODEL_SETTINGS = (
     *("attn_pdrop", "embd_pdrop", "resid_pdrop", "attention_dropout", "tie_word_embeddings"),
 )
 # A run that is resumed with another value of one of these arguments would be another training.
-FIXED_ARGUMENTS = (
-    *("seed", "param_dtype", "global_batch_size", "warmup_steps", "weight_decay", "max_grad_norm"),
-)
+FIXED_ARGUMENTS = ("seed", "param_dtype", "warmup_steps", "weight_decay", "max_grad_norm")
 # Settings that are not arguments, and what they depend on.
 ORIGINS = {
     "model": " (see --model-name and --tokenizer-name)",

@@ -21,9 +21,10 @@ DEVICE_TYPES = {"cpu": 0, "cuda": 1}  # https://github.com/pytorch/pytorch: c10/
 
 def first_step(events: list[dict], device: str) -> dict:
     """Return the phases of a trace's first step, and the peak of allocated bytes in each bin."""
+    events = sorted(events, key=lambda event: event.get("ts", 0))
     phases = [
         event
-        for event in sorted(events, key=lambda event: event.get("ts", 0))
+        for event in events
         if event.get("cat") == "user_annotation" and event["name"] in PHASES
     ]
     update = next(event for event in phases if event["name"] == "update")
@@ -31,7 +32,7 @@ def first_step(events: list[dict], device: str) -> dict:
     start, end = phases[0]["ts"], update["ts"] + update["dur"]
     changes = [
         (event["ts"], event["args"]["Total Allocated"], event["args"]["Bytes"])
-        for event in sorted(events, key=lambda event: event.get("ts", 0))
+        for event in events
         if event["name"] == "[memory]" and event["args"]["Device Type"] == DEVICE_TYPES[device]
     ]
     _, total, size = changes[0]

@@ -93,16 +93,15 @@ def with_whole_weights(rows: list[dict]) -> list[dict]:
 def all_chapters() -> list[dict]:
     """Return the baseline loop and chapters 1 to 4 in TF32, then the loop and chapter 5 in bf16."""
     rows: list[dict] = []
-    for precision, first, last in (("tf32", 1, 4), ("bf16", 5, 5)):
-        words = f"{GPT2} --log-freq 10"
-        loop = scaling({BASELINE: [1]}, f"{words} --precision {precision}", 64)
-        loop[0]["label"] += f" in {precision}"
-        chapters = [path.name for path in sorted(REPOSITORY.glob("0*-*"))[first - 1 : last]]
-        if precision != "tf32":
-            words += f" --precision {precision}"
-        rows += against(
-            loop[0]["label"], loop + scaling({each: [1] for each in chapters}, words, 64)
-        )
+    words = f"{GPT2} --log-freq 10"
+    for precision, option, chapters in (
+        ("tf32", "", ("01-single-gpu", "02-ddp", "03-multi-node", "04-fsdp")),
+        ("bf16", " --precision bf16", ("05-mixed-precision",)),
+    ):
+        group = scaling({BASELINE: [1]}, f"{words} --precision {precision}", 64)
+        group[0]["label"] += f" in {precision}"
+        group += scaling({chapter: [1] for chapter in chapters}, words + option, 64)
+        rows += against(group[0]["label"], group)
     return rows
 
 
