@@ -317,7 +317,6 @@ def _run_in_series(
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()
     gc.enable()
-    gc.unfreeze()
     gc.collect()
 
 

@@ -51,17 +51,8 @@ class Steep(Ladder):
         return [
             *("-d", self.folder / "corpus.json", "-m", "llama-tiny", "-s", 64),
             *("--global-batch-size", 12, "--max-steps", STEPS, "--log-freq", 1),
-            *(
-                "--eval-freq",
-                STEPS,
-                "--eval-sequences",
-                5,
-                "--save-dir",
-                self.folder,
-                "-e",
-                name,
-                *args,
-            ),
+            *("--eval-freq", STEPS, "--eval-sequences", 5),
+            *("--save-dir", self.folder, "-e", name, *args),
         ]
 
 
