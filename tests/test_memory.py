@@ -665,7 +665,9 @@ def test_measured_mfu_is_that_of_the_result_file(memory, monkeypatch, model):
     sizes = re.search(r"-s \d+ -b \d+", row["command"])[0]
     gpus = row.get("gpus") or row["devices"]
     assert source == f"measured in chapter 5 on {gpus} GPUs with {sizes}"
-    assert found["machine"]["gpu"] == "NVIDIA H200" and "--compile" in row["command"]
+    assert found["machine"]["gpu"] == "NVIDIA H200"
+    assert {"--precision", "bf16", "--compile"} <= set(row["command"].split())
+    assert "05-mixed-precision" in row["command"]
 
 
 def test_mfu_is_measured_given_or_assumed(memory, monkeypatch):

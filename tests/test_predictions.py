@@ -215,19 +215,6 @@ def test_compiled_gpt2_holds_what_was_predicted():
             assert each["median"]["peak_mem_gib"] != pytest.approx(planted, rel=0.3)
 
 
-@pytest.mark.parametrize(("key", "row_"), predictions.memory.MEASURED.items(), ids=str)
-def test_a_measured_mfu_is_of_this_gpu_and_model(key, row_):
-    file, label = row_
-    path = predictions.RESULTS / file
-    (each,) = (each for each in report.content(path)["rows"] if each["label"] == label)
-    command = "05-mixed-precision/train_llm.py" + each["command"].split("train_llm.py")[1]
-    as_fsdp_writes = row(command, gpus=each.get("gpus") or each["devices"])
-    name, blocks, options = predictions.options_of(as_fsdp_writes)
-    machine = json.loads(path.read_text())["machine"]
-    assert ((machine["gpu"], name), blocks) == (key, None)
-    assert options.precision == "bf16" and options.compile
-
-
 @pytest.mark.slow
 def test_the_file_of_predictions_is_what_memory_py_says():
     assert predictions.predict_all() == predicted(), STALE
