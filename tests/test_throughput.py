@@ -12,6 +12,7 @@ from torch import nn
 
 sys.path.append(str(ROOT / "tests/benchmarks"))
 import baseline
+import libraries
 import report
 import throughput
 
@@ -273,3 +274,28 @@ def test_planted_ratio_of_medians(monkeypatch):
 
     monkeypatch.setattr(throughput, "compare", of_first)
     assert red(test_rows_get_medians_spread_and_ratios_by_round)
+
+
+# --- chapter 1 beside libraries ---
+
+
+def first_losses(steps: int) -> list[float]:
+    """Return the losses of the first micro-batches of the loop that libraries.py writes by hand."""
+    losses = []
+
+    def note(module: nn.Module, _: object, output: object) -> None:
+        if hasattr(output, "loss"):
+            losses.append(output.loss.item())
+
+    handle = nn.modules.module.register_module_forward_hook(note)
+    libraries.by_hand(steps, "")
+    handle.remove()
+    return losses
+
+
+def test_libraries_train_the_same_as_the_chapter():
+    """All rows of the result begin with the loss with which the loop begins here."""
+    rows = report.content(ROOT / report.result("libraries_cpu"))["rows"]
+    assert [*rows] == [*libraries.WAYS]
+    first = [row["first_loss"] for row in rows.values()]
+    assert first == pytest.approx([sum(first_losses(1)) / libraries.ACCUMULATION] * 4, abs=1e-4)
