@@ -238,7 +238,7 @@ def division() -> list[str]:
 
 
 def kill() -> list[str]:
-    return ["the steps 51 to 73", f"resumed after step 50 of {recorded(ALONE, 'step')[-1]}"]
+    return ["repeats steps 51 to 73", f"resumed after step 50 of {recorded(ALONE, 'step')[-1]}"]
 
 
 def last_digit() -> list[str]:
@@ -322,7 +322,7 @@ def back_and_forth() -> list[str]:
 
 def launchers() -> list[str]:
     found = differences(NODES)
-    return [f"no loss of {len(found)} differs", f"more than {max(found):.1e} of its value"]
+    return [f"none of the {len(found)} losses differs", f"more than {max(found):.1e} of its value"]
 
 
 def pauses() -> list[str]:
@@ -423,7 +423,7 @@ def how_often() -> list[str]:
     last = recorded(ALONE, "step")[-1]
     assert last < best / step
     return [
-        f"{1000 * save:.0f} ms more, as the median of {len(after)} saves",
+        f"{1000 * save:.0f} ms more, the median of {len(after)} saves",
         f"one failure per day ({DAY_S:,} s) and {save:.3f} s per save",
         f"T = √(2 x {save:.3f} x {DAY_S:,}) = {best:.0f} s",
         f"At {1000 * step:.0f} ms per step, this means one checkpoint",

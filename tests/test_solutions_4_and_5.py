@@ -232,7 +232,7 @@ def half_the_ranks() -> list[str]:
         "50,304, 768, 2,304 or 3,072 rows",
         "1,024 rows",
         "342, 342 and 340",
-        f"row has 768 numbers, so this costs rank 0 {extra:,} bytes",
+        f"row has 768 numbers, so this adds {extra:,} bytes to rank 0",
     ]
 
 
@@ -336,7 +336,7 @@ def your_model() -> list[str]:
         f"of {memory} GiB",
         f"one sequence of {seq_length} tokens",
         f"{gib[0]} GiB without checkpointing, {gib[1]} GiB with `selective`, and {gib[2]} GiB with",
-        f"{gib[3]} GiB and {one[offload]['host'] / MEMORY.GIB:.1f} GiB of host memory",
+        f"{gib[3]} GiB of GPU memory and {one[offload]['host'] / MEMORY.GIB:.1f} GiB of host memory",
         f"`full` needs {gib[4]} GiB, and the peak is at the head",
         f"lowers the peak to {gib[5]} GiB",
     ]
