@@ -68,14 +68,16 @@ def main() -> None:
         raise InputError(f"--stride {stride} would leave out tokens: give at most {seq_length}.")
 
     # --- text ---
-    note = ""
-    if args.dataset_name is None:
-        own = trained.sources
+    note, own = "", trained.sources
+    if takes_own := args.dataset_name is None:
         args.dataset_name = own.get("dataset_name", "python-stdlib")
         args.dataset_subset = args.dataset_subset or own.get("dataset_subset")
         args.text_column = args.text_column or own.get("text_column")
         note = "" if own else ", because it is unknown what the model was trained on"
     train, evaluation = load_sequences(args, tokenizer, seq_length)
+    if takes_own and own and trained.checksum != train.digest:
+        note = ", which gave the run other tokens: the text or the tokenizer has changed since, or "
+        note += "the run was trained on questions and answers"
     chosen = {"train": [train], "evaluation": [evaluation], "all": [train, evaluation]}[args.split]
     streams, n_bytes = [], 0
     for part in chosen:

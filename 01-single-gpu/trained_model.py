@@ -15,15 +15,16 @@ from common.storage import as_path, exists, explain_store_errors
 class TrainedModel(NamedTuple):
     """A model on the CPU. Its attention ignores padding (see causal_attention).
 
-    origin: what it was loaded from, in words. Of a run, seq_length is the one of its training, and
-    sources are the names of its data set, model and tokenizer (see fixed_settings). sources is
-    empty if it is unknown what the model was trained on.
+    origin: what it was loaded from, in words. Of a run, seq_length is the one of its training,
+    checksum is that of its training tokens, and sources are the names of its data set, model and
+    tokenizer (see fixed_settings). sources is empty if it is unknown what the model was trained on.
     """
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
     origin: str
     seq_length: int | None
+    checksum: str | None
     sources: dict[str, str | None]
 
 
@@ -62,7 +63,9 @@ def load_trained(
     config = models.load_config(name)
     tokenizer = models.load_tokenizer(tokenizer_name or name)
     models.check_sizes(config, tokenizer, None)
-    return TrainedModel(models.load_pretrained(name, config).eval(), tokenizer, name, None, {})
+    return TrainedModel(
+        models.load_pretrained(name, config).eval(), tokenizer, name, None, None, {}
+    )
 
 
 def _load_run(
@@ -88,4 +91,5 @@ def _load_run(
     )
     origin = f"step {saved.step} of {saved.run} "
     origin += f"(model {model_name}, tokenizer {tokenizer_name}{note})"
-    return TrainedModel(model.eval(), tokenizer, origin, saved.settings["seq_length"], sources)
+    seq_length, checksum = (saved.settings[key] for key in ("seq_length", "dataset_checksum"))
+    return TrainedModel(model.eval(), tokenizer, origin, seq_length, checksum, sources)

@@ -316,6 +316,19 @@ def test_a_run_is_evaluated_on_its_own_data(evaluate, own_run, saved, tmp_path, 
         evaluate("own", plant=lambda script: (forget_the_sources(script), refuse_stdlib(script)))
 
 
+def test_tokens_that_are_not_those_of_the_run(evaluate, own_run, saved, capfd):
+    """A run on conversations, of which this script reads the plain text, is one such run."""
+    shutil.copytree(own_run, saved / "changed")
+    state = json.loads((saved / "changed/state.json").read_text())
+    state["training"]["dataset_checksum"] = "of other tokens"
+    (saved / "changed/state.json").write_text(json.dumps(state))
+    for run, said in (("own", ""), ("changed", ", which gave the run other tokens: the text or ")):
+        evaluate(run)
+        first_line = capfd.readouterr().out.splitlines()[0]
+        assert first_line.partition(f"of {saved}/table.csv")[2].startswith(said)
+        assert ("questions and answers" in first_line) == bool(said)
+
+
 def refuse_stdlib(script) -> None:
     """Reading the built-in corpus would take a while."""
 
@@ -454,6 +467,9 @@ def test_bad_input(evaluate, saved, tmp_path, monkeypatch, capfd):
     assert "The model has 128 positions: --seq-length 129" in refuse(run, "-s", 129)
     assert "There is no data set at '/nope.txt'" in refuse(run, "-d", "/nope.txt")
     assert "has no text column 'text'" in refuse(saved / "gpt2", "-d", csv(tmp_path))
+    (tmp_path / "chats.jsonl").write_text('{"messages": [{"role": "user", "content": "a"}]}\n' * 9)
+    none = "chats.jsonl has no text column 'text': no column is text."
+    assert none in refuse(run, "-d", tmp_path / "chats.jsonl")
     (tmp_path / "short.txt").write_text("A few words.")
     assert "shorter than one sequence of 32 tokens" in refuse(run, "-d", tmp_path / "short.txt")
     (tmp_path / "thesis").write_text("the only copy")

@@ -331,12 +331,13 @@ def your_model() -> list[str]:
     assert [rung["peak_at"][0] for rung in kept] == ["head", "head", "backward"]
     assert eight["peak_at"][0] == "head"
     gib = [f"{rung['peak'] / MEMORY.GIB:.1f}" for rung in (*kept, one[offload], eight, mixed)]
+    host = f"{one[offload]['host'] / MEMORY.GIB:.1f}"
     return [
         "shape of Llama 3.1 8B",
         f"of {memory} GiB",
         f"one sequence of {seq_length} tokens",
         f"{gib[0]} GiB without checkpointing, {gib[1]} GiB with `selective`, and {gib[2]} GiB with",
-        f"{gib[3]} GiB of GPU memory and {one[offload]['host'] / MEMORY.GIB:.1f} GiB of host memory",
+        f"{gib[3]} GiB of GPU memory and {host} GiB of host memory",
         f"`full` needs {gib[4]} GiB, and the peak is at the head",
         f"lowers the peak to {gib[5]} GiB",
     ]

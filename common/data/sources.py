@@ -242,9 +242,10 @@ def _text_of(table: "datasets.Dataset", name: str, text_column: str | None) -> "
     columns = [column for column in types if types[column] in ("string", "large_string")]
     column = text_column or ("text" if "text" in columns or len(columns) != 1 else columns[0])
     if column not in columns:
-        raise InputError(
-            f"{name} has no text column {column!r}: give --text-column one of {', '.join(columns)}."
+        found = (
+            f"give --text-column one of {', '.join(columns)}" if columns else "no column is text"
         )
+        raise InputError(f"{name} has no text column {column!r}: {found}.")
     table = table.select_columns([column])
     if column != "text":
         table = table.rename_column(column, "text")
