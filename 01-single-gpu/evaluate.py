@@ -75,7 +75,7 @@ def main() -> None:
         args.text_column = args.text_column or own.get("text_column")
         note = "" if own else ", because it is unknown what the model was trained on"
     train, evaluation = load_sequences(args, tokenizer, seq_length)
-    if takes_own and own and trained.checksum != train.digest:
+    if takes_own and own and trained.checksum not in (None, train.digest):
         note = ", which gave the run other tokens: the text or the tokenizer has changed since, or "
         note += "the run was trained on questions and answers"
     chosen = {"train": [train], "evaluation": [evaluation], "all": [train, evaluation]}[args.split]

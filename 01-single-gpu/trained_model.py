@@ -91,5 +91,5 @@ def _load_run(
     )
     origin = f"step {saved.step} of {saved.run} "
     origin += f"(model {model_name}, tokenizer {tokenizer_name}{note})"
-    seq_length, checksum = (saved.settings[key] for key in ("seq_length", "dataset_checksum"))
+    seq_length, checksum = (saved.settings.get(key) for key in ("seq_length", "dataset_checksum"))
     return TrainedModel(model.eval(), tokenizer, origin, seq_length, checksum, sources)

@@ -1,4 +1,4 @@
-"""Show the GPUs of all nodes in one table: utilisation, power, memory, processes.
+"""Show the GPUs of all nodes in one table: utilization, power, memory, processes.
 
 python 03-multi-node/watch_gpus.py node1 node2
 python 03-multi-node/watch_gpus.py node[1-4] --interval 5
@@ -24,9 +24,9 @@ from pathlib import Path
 from common import cli, distributed
 from common.cli import InputError
 
-# A GPU that waits in a collective runs a kernel that polls for data: its utilisation is 100%, at 14
+# A GPU that waits in a collective runs a kernel that polls for data: its utilization is 100%, at 14
 # to 22% of its power limit in the reports that watching.md cites.
-BUSY = 95  # % utilisation from which a GPU counts as busy
+BUSY = 95  # % utilization from which a GPU counts as busy
 NEAR_IDLE = 0.3  # of the power limit, below which a busy GPU computes little or nothing
 FALLEN = 0.5  # of the node's highest effort so far, below which its effort has fallen
 WORKING = 10  # % of the cores that a node without GPUs must have used before its effort can fall
@@ -48,7 +48,7 @@ def read_nvml() -> list:
     def ask(call, *args):
         try:
             return call(*args)
-        except nvml.NVMLError:  # not supported: utilisation in MIG mode, power on some cards
+        except nvml.NVMLError:  # not supported: utilization in MIG mode, power on some cards
             return None
 
     nvml.nvmlInit()
@@ -259,7 +259,7 @@ def table(nodes: list[Node], every_gpu: bool) -> str:
 
 
 def rows(nodes: list[Node], every_gpu: bool) -> list[str]:
-    found = [("node", "devices", "utilisation, %", "power, W", "memory, GiB", "processes", "")]
+    found = [("node", "devices", "utilization, %", "power, W", "memory, GiB", "processes", "")]
     for node in nodes:
         spinning = node.spinning()
         if node.reading is None:

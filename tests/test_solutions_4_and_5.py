@@ -368,7 +368,7 @@ def which_bits() -> list[str]:
         "can represent 0.1 or 1e-6 exactly",
         "257 needs nine bits",
         "they round it to 256",
-        "70000 is a question of range",
+        "70000 is out of range for float16 and the fp8 formats",
         "ends at 65,504",
         "spacing at this size is 64",
     ]

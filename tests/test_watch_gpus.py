@@ -57,7 +57,7 @@ def fake_nvidia_smi(folder: Path, gpus: list[str], apps: list[str] = APPS, statu
 
 
 PYNVML = '''
-"""NVIDIA's library as one H100 and one in MIG mode would answer, which has no utilisation."""
+"""NVIDIA's library as one H100 and one in MIG mode would answer, which has no utilization."""
 from types import SimpleNamespace
 class NVMLError(Exception): pass
 nvmlMemory_v2 = 0x02000028
@@ -206,7 +206,7 @@ def test_a_row_for_each_node():
     refused = "ssh: connect to host node3 port 22: Connection refused"
     shown = table({"node1": gpus(TRAINING), "node2": cpu(97), "node3": refused}).splitlines()
     assert [re.split(" {2,}", line) for line in shown] == [
-        ["node", "devices", "utilisation, %", "power, W", "memory, GiB", "processes"],
+        ["node", "devices", "utilization, %", "power, W", "memory, GiB", "processes"],
         [
             *("node1", "8 x NVIDIA H100 80GB HBM3", "98 (min 97)", "644 (min 640) of 700"),
             *("69.3 (max 69.3) of 79.6", "8"),
@@ -513,7 +513,7 @@ def test_a_kernel_that_only_waits_looks_like_a_hang():
 
         thread = threading.Thread(target=keep_busy)
         thread.start()
-        time.sleep(4)  # utilisation and power are means of about a second
+        time.sleep(4)  # utilization and power are means of about a second
         node.take(watch_gpus.read_node())
         stop.set()
         thread.join()
