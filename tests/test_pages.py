@@ -95,7 +95,7 @@ def wrong_headings(page: Path, text: str) -> list[str]:
     if page not in CHAPTER_PAGES:
         return []
     found = re.findall(r"^## (.+)$", text, re.MULTILINE)
-    return [] if found == HEADINGS else [f"headings are {found}"]
+    return [] if found == HEADINGS else [f"headings are {found}, not {HEADINGS}"]
 
 
 def too_long(page: Path, text: str) -> list[str]:
@@ -411,7 +411,7 @@ def invented_messages(page: Path, text: str) -> list[str]:
     said = " ".join(re.findall(r"[\w'-]+", code))
     section = text.split("## When it breaks")[1].split("\n## ")[0]
     quoted = re.findall(r"^\| `([^`]+)`", section, re.MULTILINE)
-    complaints = [] if quoted else ["no message is quoted"]
+    complaints = [] if quoted else ["no message is quoted in the table of 'When it breaks'"]
     for message in quoted:
         words = re.findall(r"[\w'-]+", message)
         if not any(" ".join(words[i : i + 3]) in said for i in range(max(1, len(words) - 2))):

@@ -170,8 +170,8 @@ def assert_parity(ladder: Ladder, expected: str, found: str, world_size: int) ->
         assert same, f"the {key} differ"
     for key, rel in (("loss", 1e-5), ("grad_norm", 1e-3), ("eval_loss", 1e-5)):
         right = [line[key] for line in expected if key in line]
-        same = [line[key] for line in found if key in line] == pytest.approx(right, rel=rel)
-        assert same, f"the {key} differ"
+        there = [line[key] for line in found if key in line]
+        assert there == pytest.approx(right, rel=rel), f"the {key} differ"
 
 
 def assert_chapter_1(ladder: Ladder, run: Run) -> None:
