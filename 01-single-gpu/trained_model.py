@@ -61,6 +61,8 @@ def load_trained(
     if not folder.exists() and len(folder.parts) > 1 and folder.parent.exists():
         raise InputError(f"There is no {folder.name} in {folder.parent}: give another folder.")
     config = models.load_config(name)
+    if any(each.endswith("ForSequenceClassification") for each in config.architectures or ()):
+        raise InputError(f"{name} is a classifier, not a language model: give another folder.")
     tokenizer = models.load_tokenizer(tokenizer_name or name)
     models.check_sizes(config, tokenizer, None)
     return TrainedModel(

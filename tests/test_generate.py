@@ -488,6 +488,16 @@ def test_bad_input(refuse, saved, tmp_path):
     assert (tmp_path / "thesis").read_text() == "the only copy"
 
 
+@pytest.mark.check
+def test_a_classifier_is_refused(refuse, tmp_path):
+    config = models.load_config("gpt2-tiny")
+    config.architectures = ["GPT2ForSequenceClassification"]
+    config.save_pretrained(tmp_path)
+    assert refuse(tmp_path) == (
+        f"{tmp_path} is a classifier, not a language model: give another folder."
+    )
+
+
 NO_NUMBERS = ("--top-p 0", "--top-p 90", "--temperature -1", "--top-k 0.5")
 
 
