@@ -7,7 +7,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from common import models
-from common.checkpoint.trained import SavedCheckpoint, find_saved, load_weights
+from common.checkpoint.trained import SavedCheckpoint, find_saved, load_model
 from common.cli import InputError
 from common.storage import as_path, exists, explain_store_errors
 
@@ -73,25 +73,16 @@ def load_trained(
 def _load_run(
     saved: SavedCheckpoint, model_name: str | None, tokenizer_name: str | None
 ) -> TrainedModel:
-    sources = saved.settings.get("sources", {})  # older runs did not save them
-    note = "" if sources or model_name else ", assumed because the run does not name its own"
-    model_name = model_name or sources.get("model_name", "gpt2-tiny")
-    tokenizer_name = tokenizer_name or sources.get("tokenizer_name") or model_name
-    config = models.load_config(model_name)
-    tokenizer = models.load_tokenizer(tokenizer_name)
-    models.check_sizes(config, tokenizer, None)  # adapts a preset to the tokenizer
     dtype = getattr(torch, saved.settings["param_dtype"])
-    on_meta, weights = load_weights(saved, config, model_name, dtype)
-    models.check_sizes(config, tokenizer, saved.settings["seq_length"])
+    on_meta, weights, tokenizer, origin = load_model(saved, model_name, tokenizer_name, dtype)
     # from_pretrained takes these tensors, ties them, and computes buffers that are not saved.
     model = type(on_meta).from_pretrained(
         None,
-        config=config,
+        config=on_meta.config,
         state_dict=weights,
         dtype=dtype,
-        attn_implementation=models.causal_attention(config),
+        attn_implementation=models.causal_attention(on_meta.config),
     )
-    origin = f"step {saved.step} of {saved.run} "
-    origin += f"(model {model_name}, tokenizer {tokenizer_name}{note})"
     seq_length, checksum = (saved.settings.get(key) for key in ("seq_length", "dataset_checksum"))
+    sources = saved.settings.get("sources", {})
     return TrainedModel(model.eval(), tokenizer, origin, seq_length, checksum, sources)

@@ -216,8 +216,6 @@ def read_table(args: argparse.Namespace) -> tuple[list[Messages], list[Messages]
     name = args.dataset_name
     local = str(mirror(name, tuple(TABLE_SUFFIXES))) if is_remote(name) else name
     table = load_table(local, args.dataset_subset)
-    if "train" not in table:
-        raise InputError(f"{name} has no split named train, only: {', '.join(table)}.")
     train = read_rows(table["train"], name, args.text_column)
     if "validation" in table:
         return train, read_rows(table["validation"], name, args.text_column)

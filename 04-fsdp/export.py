@@ -52,25 +52,17 @@ def main() -> None:
     saved = trained.find_saved(args.run, args.step)
 
     # --- model ---
-    sources = saved.settings.get("sources", {})  # older runs did not save them
-    note = "" if sources or args.model_name else ", assumed because the run does not name its own"
-    model_name = args.model_name or sources.get("model_name", "gpt2-tiny")
-    tokenizer_name = args.tokenizer_name or sources.get("tokenizer_name") or model_name
-    config = models.load_config(model_name)
-    config.use_cache = True  # for generation; training turns it off
-    tokenizer = models.load_tokenizer(tokenizer_name)
-    models.check_sizes(config, tokenizer, None)  # adapts a preset's vocabulary to the tokenizer
-
-    # --- weights ---
     dtype = args.param_dtype or saved.settings["param_dtype"]
-    model, weights = trained.load_weights(saved, config, model_name, getattr(torch, dtype))
-    models.check_sizes(config, tokenizer, saved.settings["seq_length"])
+    model, weights, tokenizer, origin = trained.load_model(
+        saved, args.model_name, args.tokenizer_name, getattr(torch, dtype)
+    )
+    model.config.use_cache = True  # for generation; training turns it off
     model.load_state_dict(weights, strict=False, assign=True)  # assign: without a copy
     model.tie_weights()
     assert not any(tensor.is_meta for tensor in model.state_dict().values())
     # Keeps the generation settings of the original model: end tokens, temperature.
     with suppress(OSError, ValueError):
-        generation_config = GenerationConfig.from_pretrained(models.resolve_model(model_name))
+        generation_config = GenerationConfig.from_pretrained(model.config.name_or_path)
         generation_config.validate(strict=True)  # save_pretrained() does the same
         model.generation_config = generation_config
 
@@ -92,8 +84,7 @@ def main() -> None:
     size = sum(file.stat().st_size for file in target.iterdir())
     name = shlex.quote(str(target))
     print(
-        f"{target}: step {saved.step} of {args.run} "
-        f"(model {model_name}, tokenizer {tokenizer_name}{note})\n"
+        f"{target}: {origin}\n"
         f"{model.num_parameters():,} parameters in {dtype}, {size / 1e6:,.1f} MB\n"
         f"to train it further: bash 04-fsdp/launch.sh --pretrained -m {name}\n"
         f"in Python: transformers.AutoModelForCausalLM.from_pretrained({str(target)!r})"

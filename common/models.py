@@ -36,6 +36,7 @@ PRESETS = Path(__file__).parent / "presets"
 PRESET_NAMES = tuple(sorted(path.parent.name for path in PRESETS.glob("*/config.json")))
 # These models are causal although is_decoder is False in their configurations.
 CAUSAL_ALTHOUGH_NOT_DECODER = ("gpt_neox", "gpt_neox_japanese")
+PROMPTS = {"python-stdlib": "    def"}  # of the sample of a model's text, by data set
 
 
 def load_config(name: str) -> PretrainedConfig:
@@ -312,9 +313,6 @@ def render_chat(
         ) from error
 
 
-PROMPTS = {"python-stdlib": "    def"}
-
-
 @torch.no_grad()
 def sample_text(
     model: PreTrainedModel,
@@ -353,8 +351,6 @@ def sample_text(
 
 
 # --- names: presets, local folders and hub ids ---
-
-WORKS_OFFLINE = "what works offline: -d python-stdlib -m gpt2-tiny (the defaults), or local paths"
 
 
 def resolve_model(name: str, kind: str = "model") -> str:
@@ -402,7 +398,8 @@ def not_found(kind: str, name: str, presets: tuple[str, ...], cause: Exception) 
     if not hub_is_reachable():
         return InputError(
             f"{text}, it is not in the cache, and the hub ({constants.ENDPOINT}) cannot be "
-            f"reached; {WORKS_OFFLINE}."
+            "reached; what works offline: -d python-stdlib -m gpt2-tiny (the defaults), or local "
+            "paths."
         )
     return InputError(
         f"{text}, and the hub does not provide it ({_first_line(cause)}): check the name."

@@ -8,13 +8,11 @@ import functools
 import io
 import itertools
 import json
-import logging
 import os
 import pickle
 import random
 import re
 import resource
-import shutil
 import subprocess
 import sys
 import time
@@ -679,16 +677,11 @@ def test_what_the_library_finds_is_no_line_of_the_log():
     assert "JAX" not in said[0] and "JAX" in said[1]
 
 
-def test_the_cache_of_an_older_version_is_named(tmp_path, tokenizer, monkeypatch, caplog):
-    monkeypatch.setattr(storage.constants, "HF_HOME", str(tmp_path))
-    path = write_form(tmp_path, "csv")
-    caplog.set_level(logging.INFO)
-    load_sequences(arguments(path), tokenizer, 16)
-    assert "older version" not in caplog.text
-    shutil.rmtree(tmp_path / "tokens")
-    (tmp_path / "packed-blocks").mkdir()
-    load_sequences(arguments(path), tokenizer, 16)
-    assert f"{tmp_path / 'packed-blocks'} is the cache of an older version" in caplog.text
+@pytest.mark.check
+def test_a_folder_without_a_training_split_is_refused(tmp_path):
+    (tmp_path / "test.csv").write_text("text\nhello\n")
+    with pytest.raises(InputError, match="has no split named train, only test: rename"):
+        sources.load_table(str(tmp_path), None)
 
 
 @pytest.mark.check

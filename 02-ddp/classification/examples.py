@@ -127,10 +127,6 @@ def _table_rows(
 ) -> tuple[list[str], list[tuple[str, str, int]]]:
     """Return the names of the classes and (split, text, class) of the rows that have a text."""
     table = _load_table(name, subset)
-    if "train" not in table:
-        raise InputError(
-            f"{name} has no split named train, only {', '.join(table)}: rename the training split."
-        )
     features = table["train"].features
     strings = [c for c, f in features.items() if "string" in str(getattr(f, "dtype", ""))]
     wanted = {"text": (text_column, strings), "label": (label_column, list(features))}

@@ -8,8 +8,9 @@ import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint import CheckpointException
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
+from common import models
 from common.checkpoint import manifest
 from common.checkpoint.files import Reader, cause_of
 from common.cli import InputError
@@ -52,21 +53,30 @@ def find_saved(run: Path, step: int | None) -> SavedCheckpoint:
     return SavedCheckpoint(run, path, step, files, settings)
 
 
-def load_weights(
-    saved: SavedCheckpoint, config: PretrainedConfig, model_name: str, dtype: torch.dtype
-) -> tuple[PreTrainedModel, dict[str, torch.Tensor]]:
-    """Return a checkpoint's model on the meta device, and its weights by name on the CPU.
+def load_model(
+    saved: SavedCheckpoint, model_name: str | None, tokenizer_name: str | None, dtype: torch.dtype
+) -> tuple[PreTrainedModel, dict[str, torch.Tensor], PreTrainedTokenizerBase, str]:
+    """Return a checkpoint's model on the meta device, its weights by name on the CPU, its
+    tokenizer, and in words where it is from.
 
-    The optimizer state is not read. dtype: of the parameters. Tied weights occur once; buffers that
-    no checkpoint contains are left out. Raises InputError if a file is missing or damaged, or if
-    the configuration, which is that of `model_name`, is not that of the checkpoint.
+    model_name, tokenizer_name: None for those of the run. dtype: of the parameters. Tied weights
+    occur once; buffers that no checkpoint contains are left out. The optimizer state is not read.
+    Raises InputError if a file is missing or damaged, or if the names do not match the checkpoint.
     """
+    sources = saved.settings.get("sources", {})  # older runs did not save them
+    note = "" if sources or model_name else ", assumed because the run does not name its own"
+    model_name = model_name or sources.get("model_name", "gpt2-tiny")
+    tokenizer_name = tokenizer_name or sources.get("tokenizer_name") or model_name
+    config = models.load_config(model_name)
+    tokenizer = models.load_tokenizer(tokenizer_name)
+    models.check_sizes(config, tokenizer, None)  # adapts a preset's vocabulary to the tokenizer
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     if manifest.describe_model(model) != saved.settings["model"]:
         raise InputError(
             f"{saved.run} has another model than {model_name}: give -m and --tokenizer-name."
         )
+    models.check_sizes(config, tokenizer, saved.settings["seq_length"])
     for name, expected in saved.files.items():
         if manifest.measure_file(saved.path / name, expected) != expected:
             raise InputError(
@@ -92,4 +102,5 @@ def load_weights(
             f"The checkpoint {saved.path} cannot be read ({reason}): if the run has deleted it "
             "meanwhile, start the same command again."
         ) from error
-    return model, weights
+    named = f"(model {model_name}, tokenizer {tokenizer_name}{note})"
+    return model, weights, tokenizer, f"step {saved.step} of {saved.run} {named}"

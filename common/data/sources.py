@@ -82,11 +82,9 @@ def find_source(name: str, subset: str | None, text_column: str | None) -> Sourc
         if not files:
             raise InputError(f"The folder {name} has no file that ends in one of: {suffixes}.")
     else:
-        table = load_from_hub(name, subset)
-        fingerprints = sorted((split, part._fingerprint) for split, part in table.items())
-        return Source(
-            f"{fingerprints} {text_column}", lambda: split_table(table, name, text_column)
-        )
+        table = load_table(name, subset)
+        parts = sorted((split, part._fingerprint) for split, part in table.items())
+        return Source(f"{parts} {text_column}", lambda: split_table(table, name, text_column))
     # Which modules of the built-in corpus are for evaluation depends on their paths only.
     keys = [file.as_posix() for file in files] if name == BUILT_IN else None
     stats = [(root / file).stat() for file in files]
@@ -195,30 +193,30 @@ def import_datasets() -> ModuleType:
 def load_table(name: str, subset: str | None) -> "datasets.DatasetDict":
     """Return the splits of a local table, a folder of tables or a data set of the hub.
 
-    Raises InputError if there is none, or if it cannot be read.
+    Raises InputError if there is none, if it cannot be read, or if no split is named train.
     """
     path = Path(name)
-    if not (name and path.exists()):
-        return load_from_hub(name, subset)
-    if path.is_file() and path.suffix not in TABLE_SUFFIXES:
+    is_local = name and path.exists()
+    if is_local and path.is_file() and path.suffix not in TABLE_SUFFIXES:
         raise InputError(f"{name} is no table: give a {', '.join(TABLE_SUFFIXES)} file.")
+    if not is_local:
+        prepare_for_hub("data set", name)
     load_dataset = import_datasets().load_dataset
     try:
         if path.is_file():
-            return load_dataset(TABLE_SUFFIXES[path.suffix], data_files=name)
-        return load_dataset(name, subset)
+            table = load_dataset(TABLE_SUFFIXES[path.suffix], data_files=name)
+        else:
+            table = load_dataset(name, subset)
     except Exception as error:  # the library wraps errors of its readers in many classes
+        if not is_local:  # no network, no such data set, no such subset, a gated data set
+            raise not_found("data set", name, (BUILT_IN,), error) from error
         cause = (str(error.__cause__ or error).splitlines() or [type(error).__name__])[0]
         raise InputError(f"Cannot read {name} as a data set: {cause}") from error
-
-
-def load_from_hub(name: str, subset: str | None) -> "datasets.DatasetDict":
-    """Return the splits of a data set of the hub. Raises InputError if it cannot be loaded."""
-    prepare_for_hub("data set", name)
-    try:
-        return import_datasets().load_dataset(name, subset)
-    except Exception as error:  # no network, no such data set, no such subset, a gated data set
-        raise not_found("data set", name, (BUILT_IN,), error) from error
+    if "train" not in table:
+        raise InputError(
+            f"{name} has no split named train, only {', '.join(table)}: rename the training split."
+        )
+    return table
 
 
 def split_table(
@@ -226,10 +224,8 @@ def split_table(
 ) -> "tuple[datasets.Dataset, datasets.Dataset]":
     """Return (training, evaluation) documents; the validation split, if any, is for evaluation.
 
-    Raises InputError if the table has no split named train, or no such column.
+    Raises InputError if there is no such column.
     """
-    if "train" not in table:
-        raise InputError(f"{name} has no split named train, only: {', '.join(table)}.")
     train = _text_of(table["train"], name, text_column)
     if "validation" in table:
         return train, _text_of(table["validation"], name, text_column)

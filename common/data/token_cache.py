@@ -49,8 +49,6 @@ def load_sequences(
     encoding = (tokenizer.eos_token_id, _tokenizer_rules(tokenizer))
 
     def fill(folder: Path) -> None:
-        if (older := folder.parents[1] / "packed-blocks").exists():
-            logger.info("%s is the cache of an older version: you can delete it", older)
         start = time.perf_counter()
         for split, documents in zip(("train", "evaluation"), source.load(), strict=True):
             pack_documents(folder / split, documents, tokenizer, n_cores())
