@@ -56,7 +56,8 @@ def main() -> None:
     model, weights, tokenizer, origin = trained.load_model(
         saved, args.model_name, args.tokenizer_name, getattr(torch, dtype)
     )
-    model.config.use_cache = True  # for generation; training turns it off
+    # Training turns this off, and the model has copied it into its generation settings.
+    model.config.use_cache = model.generation_config.use_cache = True
     model.load_state_dict(weights, strict=False, assign=True)  # assign: without a copy
     model.tie_weights()
     assert not any(tensor.is_meta for tensor in model.state_dict().values())

@@ -187,7 +187,8 @@ def test_tokenizer_and_settings_come_back(runs, export, tmp_path):
         training = json.loads((runs / run / "state.json").read_text())["training"]
         assert describe_model(model) == training["model"]
         model = AutoModelForCausalLM.from_pretrained(folder)
-        assert model.generation_config.eos_token_id == 0 and model.config.use_cache
+        assert model.generation_config.eos_token_id == 0
+        assert model.config.use_cache and model.generation_config.use_cache
         text = model.generate(IDS[:1, :5], max_new_tokens=3, do_sample=False, pad_token_id=0)
         assert text.shape[1] <= 8
 

@@ -197,7 +197,7 @@ def load_table(name: str, subset: str | None) -> "datasets.DatasetDict":
     """
     path = Path(name)
     is_local = name and path.exists()
-    if is_local and path.is_file() and path.suffix not in TABLE_SUFFIXES:
+    if path.is_file() and path.suffix not in TABLE_SUFFIXES:
         raise InputError(f"{name} is no table: give a {', '.join(TABLE_SUFFIXES)} file.")
     if not is_local:
         prepare_for_hub("data set", name)
