@@ -29,7 +29,7 @@ from torch.nn import parallel
 from torch.nn.parallel import DistributedDataParallel
 
 DISTRIBUTED = CHAPTERS[1:]
-STEPS = 20
+STEPS = 10
 LENGTH = 16  # tokens of a sequence: longer ones take longer and show nothing more
 
 
@@ -74,14 +74,14 @@ class Ladder:
         self.selected = selected
         self.in_shell = in_shell
         self.done: dict[Run, Series] = {}
-        # 14 steps an epoch, so that 20 steps are in two of them.
-        (folder / "corpus.json").write_text(json.dumps(random_texts(14 * length // 16)))
+        # 7 steps an epoch, so that 10 steps are in two of them.
+        (folder / "corpus.json").write_text(json.dumps(random_texts(7 * length // 16)))
 
     def flags(self, name: str, *args: object) -> list[object]:
         return [
             *("-d", self.folder / "corpus.json", "-s", self.length, "--global-batch-size", 24),
-            *("--max-steps", STEPS, "--log-freq", 1, "--eval-freq", 10, "--ckpt-freq", STEPS),
-            *("--warmup-steps", 5, "--save-dir", self.folder, "-e", name, *args),
+            *("--max-steps", STEPS, "--log-freq", 1, "--eval-freq", 5, "--ckpt-freq", STEPS),
+            *("--warmup-steps", 3, "--save-dir", self.folder, "-e", name, *args),
         ]
 
     def samples_file(self, name: str, rank: int = 0) -> str:

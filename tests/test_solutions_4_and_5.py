@@ -6,6 +6,7 @@ The rules are those of test_solutions_1_to_3.py. Each number in a solution is on
 import contextlib
 import dataclasses
 import functools
+import json
 import math
 import re
 import shutil
@@ -18,7 +19,7 @@ import pytest
 import test_pages
 import torch
 import torch.distributed as dist
-from conftest import ROOT
+from conftest import ROOT, random_texts
 from runner import Ranks, finish, load_script
 from test_autocast import apply, hunks
 from test_formats import check_rounding, check_step, recorded
@@ -531,11 +532,13 @@ def test_an_embedding_in_two_groups_is_refused():
 @pytest.fixture(scope="module")
 def ladder(request, make_folder) -> Ladder:
     """All runs of one number of ranks in one start."""
-    # The bounds of these tests are of sequences of this length.
-    return Ladder(make_folder("ladder"), selected_runs(request), length=32)
+    # The bounds of these tests are of these texts, in sequences of this length.
+    ladder = Ladder(make_folder("ladder"), selected_runs(request), length=32)
+    (ladder.folder / "corpus.json").write_text(json.dumps(random_texts(28)))
+    return ladder
 
 
-SIX = ("--max-steps", 6, "--eval-freq", 99)
+SIX = ("--max-steps", 6, "--eval-freq", 99, "--warmup-steps", 5)
 LLAMA = (*SIX, "-m", "llama-tiny", "-b", 12)
 ROOTS = [
     Run(SHARDED, 2, LLAMA, replaced, note_calls) for replaced in ((), replacements(SHARDED, 4))
@@ -643,7 +646,7 @@ MINDS = [
     Run(
         MIXED,
         2,
-        (*FEW, "-b", 6, *FP16, "--ckpt-freq", 1, "--keep-checkpoints", 9),
+        (*FEW, "-b", 6, *FP16, "--warmup-steps", 5, "--ckpt-freq", 1, "--keep-checkpoints", 9),
         (SMALL_SCALE,),
         note,
     )
@@ -720,8 +723,9 @@ def begin_too_high(path: str) -> Iterator[None]:
 
 # At a rate of 0 the weights stay what they are in all steps that are skipped.
 STANDING = ("--precision", "fp32", "--lr", 0, "--max-grad-norm", "inf")
-WARM = [Run(MIXED, 1, (*SMALL, *STANDING), (), note_largest)]
-WARM += [Run(MIXED, 1, (*SMALL, *FP16), (), begin_too_high)]
+UNTIL_IT_FITS = ("--max-steps", 20)
+WARM = [Run(MIXED, 1, (*SMALL, *STANDING, *UNTIL_IT_FITS), (), note_largest)]
+WARM += [Run(MIXED, 1, (*SMALL, *FP16, *UNTIL_IT_FITS), (), begin_too_high)]
 
 
 @pytest.mark.slow
