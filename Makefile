@@ -5,7 +5,7 @@ SCRIPTS := $(wildcard [0-9][0-9]-*/train_llm.py)
 
 PYTEST := $(BIN)/python -m pytest -n auto --dist loadgroup --no-loadscope-reorder
 
-.PHONY: train diff lab check test test-all planted record lint format clean
+.PHONY: train diff lab check test test-all ci planted record lint format clean
 
 train: .venv/.train  ## train chapter 1 on the built-in corpus: make train ARGS="-e my-run"
 	$(BIN)/python 01-single-gpu/train_llm.py $(ARGS)
@@ -26,6 +26,9 @@ test: lint  ## all tests but the slow ones and the planted bugs
 
 test-all: lint  ## the slow ones too
 	$(PYTEST) -m "not planted"
+
+ci: lint  ## all tests and the planted bugs in one session
+	$(PYTEST)
 
 planted: .venv/.test  ## checks that must fail: trainings with a planted bug
 	$(PYTEST) -m planted

@@ -482,7 +482,7 @@ def check_rounding(script: ModuleType) -> None:
             rounded = script.stochastic_round(number.expand(2**16).contiguous())
             assert rounded.dtype == torch.bfloat16
             assert rounded.double().mean().item() == number.item()
-            # The neighbours on both sides; a number that bfloat16 has stays what it is.
+            # The neighbors on both sides; a number that bfloat16 has stays what it is.
             found = rounded.unique().float().tolist()
             bits = number.view(torch.int32).item()
             below, above = (

@@ -502,7 +502,7 @@ NO_NUMBERS = ("--top-p 0", "--top-p 90", "--temperature -1", "--top-k 0.5")
 
 
 @pytest.mark.check
-@pytest.mark.parametrize("args", map(str.split, NO_NUMBERS), ids=NO_NUMBERS)
+@pytest.mark.parametrize("args", [text.split() for text in NO_NUMBERS], ids=NO_NUMBERS)
 def test_numbers_that_are_none(args, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["generate.py", "run", *args])
     with pytest.raises(SystemExit) as exit_:

@@ -64,7 +64,7 @@ def test_first_20_losses_agree_with_the_cpu(tmp_path, args):
     "chapter", [*CHAPTERS, "05-mixed-precision --precision fp16"], ids=lambda words: words
 )
 def test_no_step_waits_for_the_gpu(train, monkeypatch, chapter):
-    """Between two log lines nothing synchronises; PyTorch raises an error if anything does."""
+    """Between two log lines nothing synchronizes; PyTorch raises an error if anything does."""
     for name, value in SINGLE_PROCESS.items():  # restored afterwards
         monkeypatch.setenv(name, value)
     steps = 0

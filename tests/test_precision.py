@@ -167,12 +167,15 @@ BAND = {"bf16": 1e-3, "fp16": 2e-4, "fp16, a step skipped": 2e-2}
 MASTERS_IN_HALF = ".to(getattr(torch, args.param_dtype))", ".to(torch.bfloat16)"
 
 
+CURVE_STEPS = 40
+
+
 class Curves:
     """Losses of runs of real text, by (model, rate, kind); each is the mean of ten steps."""
 
-    def __init__(self, folder: Path, steps: int, asked: dict[str, dict]) -> None:
+    def __init__(self, folder: Path, asked: dict[str, dict]) -> None:
         """asked: by model and rate, the kinds to run with it."""
-        self.folder, self.steps = folder, steps
+        self.folder = folder
         modules = (argparse, typing, inspect, tarfile, asyncio.base_events)
         texts = [Path(module.__file__).read_text() for module in modules]
         (folder / "corpus.json").write_text(json.dumps(texts))
@@ -203,7 +206,7 @@ class Curves:
     def flags(self, model: str, lr: str, name: str) -> list[object]:
         return [
             *("-m", model, "--lr", lr, "-d", self.folder / "corpus.json"),
-            *("-s", 16, "--global-batch-size", 2, "--max-steps", self.steps, "--log-freq", 10),
+            *("-s", 16, "--global-batch-size", 2, "--max-steps", CURVE_STEPS, "--log-freq", 10),
             *("--eval-freq", 999, "--ckpt-freq", 999, "--save-dir", self.folder, "-e", name),
         ]
 
@@ -215,7 +218,7 @@ class Curves:
         found = {}
         for model in (model for model in self.asked if lr in self.asked[model]):
             right = self.losses(model, lr, "fp32")
-            assert len(right) == self.steps // 10
+            assert len(right) == CURVE_STEPS // 10
             losses = self.losses(model, lr, kind)
             found[model] = max(abs(x / y - 1) for x, y in zip(losses, right, strict=True))
         return found
@@ -232,7 +235,7 @@ HALVES = {"1e-3": ("fp32", "bf16", "fp16")}
 def curves(make_folder) -> Curves:
     small = {"3e-5": ("fp32", "bf16", "pure", "bug")}  # llama-tiny leaves the band later
     asked = {"gpt2-tiny": {**HALVES, **small}, "llama-tiny": HALVES}
-    return Curves(make_folder("curves"), 40, asked)
+    return Curves(make_folder("curves"), asked)
 
 
 @pytest.mark.parametrize("kind", ["bf16", "fp16"])

@@ -1,4 +1,4 @@
-"""Load labelled documents, and split them into training, validation and test."""
+"""Load labeled documents, and split them into training, validation and test."""
 
 import hashlib
 import math

@@ -15,7 +15,7 @@ from checks.rendezvous import ANSWER_WITHIN_S, Rendezvous, name_ranks, say
 MAX_SERIES_S = 10.0  # a size is left out if its all-reduces would take longer
 COMPARED_FROM = 2**20  # bytes: a busy core makes smaller all-reduces ten times slower
 ATTEMPTS = 2  # only what is slow in every attempt is a fault: other work can slow down one attempt
-ALL_PAIRS = 8  # with more nodes, only neighbours on a ring are measured, not all pairs
+ALL_PAIRS = 8  # with more nodes, only neighbors on a ring are measured, not all pairs
 
 # The times of a node or a link, by size in bytes: {"ms": ..., "GB/s": ...}.
 Series = dict[int, dict[str, float]]
