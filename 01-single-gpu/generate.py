@@ -22,6 +22,7 @@ from trained_model import TrainedModel, load_trained
 
 def get_args() -> argparse.Namespace:
     parser = cli.ArgumentParser(description=__doc__)
+    parser.fromfile_prefix_chars = None  # a prompt may begin with @
     add = parser.add_argument_group("model").add_argument
     add("trained", help="folder of a run or a model, or hub id")
     add("-m", "--model-name", help="preset, folder or hub id (default: the run's own)")
@@ -57,7 +58,8 @@ def main() -> None:
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     trained = load_trained(args.trained, args.model_name, args.tokenizer_name, args.step)
     model, tokenizer = trained.model.to(device), trained.tokenizer
-    model.set_attn_implementation("sdpa")  # the attention of training ignores the padding mask
+    if model.config._attn_implementation == "causal_sdpa":  # which ignores the padding mask
+        model.set_attn_implementation("sdpa")
     # This replaces the generation settings of a model folder.
     sampling = {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p}
     model.generation_config = GenerationConfig(
@@ -100,7 +102,7 @@ def read_prompts(args: argparse.Namespace) -> Iterator[list[str]]:
         yield [args.prompt]
     elif args.prompts:
         try:
-            yield args.prompts.read_text(encoding="utf-8").removesuffix("\n").split("\n")
+            yield args.prompts.read_text(encoding="utf-8-sig").removesuffix("\n").split("\n")
         except (OSError, UnicodeDecodeError) as error:
             raise InputError(
                 f"--prompts {args.prompts} cannot be read ({error}): give a UTF-8 text file."

@@ -224,6 +224,8 @@ def read_table(args: argparse.Namespace) -> tuple[list[Messages], list[Messages]
     parts = ([], [])
     for messages, is_out in zip(train, held_out, strict=True):
         parts[is_out].append(messages)
+    if not parts[0]:
+        raise InputError(f"{name} has only one conversation: give at least two.")
     return parts
 
 

@@ -57,6 +57,7 @@ def load_config(name: str) -> PretrainedConfig:
         type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
         or getattr(config, "is_encoder_decoder", False)
         or (encoder and config.model_type not in CAUSAL_ALTHOUGH_NOT_DECODER)
+        or not all(hasattr(config, key) for key in ("vocab_size", "num_attention_heads"))
     ):
         raise InputError(
             f"The model {name} ({config.model_type}) is not a causal language model: choose one "
@@ -187,7 +188,9 @@ def causal_attention(config: PretrainedConfig) -> str:
     Llama may need a mask, for example for a sliding window, so they get the usual attention.
     """
     AttentionInterface.register("causal_sdpa", causal_sdpa)
-    return "causal_sdpa" if config.model_type in MODELS_WITHOUT_MASK else "sdpa"
+    if config.model_type in MODELS_WITHOUT_MASK:
+        return "causal_sdpa"
+    return "sdpa" if MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._supports_sdpa else "eager"
 
 
 def causal_sdpa(
@@ -338,7 +341,7 @@ def sample_text(
         tokens = model.generate(
             encoded["input_ids"],
             attention_mask=encoded["attention_mask"],
-            max_length=min(length, 256),
+            max_new_tokens=min(length, 256) - encoded["input_ids"].shape[1],
             do_sample=True,
             temperature=0.7,
             top_k=40,

@@ -128,10 +128,9 @@ def find_straggler(wait_ms: float) -> dict[str, float | str]:
 def flops_per_token(model: nn.Module, config: PretrainedConfig, seq_length: int) -> float:
     """Return the FLOPs per token of one training step: 6 N + 12 L H Q T.
 
-    N parameters (with the input embedding only if it is tied to the output layer), L layers, H
-    heads of size Q, T = seq_length. Forward and backward pass, attention as if there were no causal
-    mask, without recomputed activations. Source: appendix B of PaLM,
-    https://arxiv.org/abs/2204.02311.
+    N parameters (those of all experts; the input embedding only if it is tied), L layers, H heads
+    of size Q, T = seq_length. Forward and backward pass, attention as if there were no causal mask,
+    without recomputed activations. Source: appendix B of PaLM, https://arxiv.org/abs/2204.02311.
     """
     n_parameters = sum(parameter.numel() for parameter in model.parameters())
     if not config.tie_word_embeddings:

@@ -98,6 +98,12 @@ def test_state_json_is_gone(train, refuse, corpus, tmp_path):
     assert "has checkpoints and no state.json" in refuse("-d", corpus, *SMALL)
 
 
+def test_the_folder_of_a_classifier(refuse, corpus, tmp_path):
+    (tmp_path / "run/best").mkdir(parents=True)
+    (tmp_path / "run/metrics.jsonl").write_text("kept")
+    assert "is the folder of a classifier: give another -e." in refuse("-d", corpus, *SMALL)
+
+
 @pytest.mark.slow
 def test_text_that_is_not_utf_8_is_pointed_out(corpus, tmp_path):
     path = tmp_path / "latin.txt"
@@ -243,7 +249,7 @@ def test_json_dictionary(refuse, tmp_path):
     path = tmp_path / "train.json"
     for text in ('{"Hello World": "1", "I am fine": "0"}', '{\n "a": "1",\n "b": "0"\n}'):
         path.write_text(text)
-        assert "is a JSON dictionary: it must be an array of strings" in refuse("-d", path)
+        assert 'must hold ["first document", "second document"] or' in refuse("-d", path)
 
 
 @pytest.mark.check
@@ -264,7 +270,7 @@ def test_json_that_cannot_be_used(refuse, tmp_path, content):
     path = tmp_path / "train.json"
     path.write_bytes(content)
     sentence = refuse("-d", path)
-    assert "is not valid JSON" in sentence or "must hold an array of strings" in sentence
+    assert "is not valid JSON" in sentence or 'must hold ["first document"' in sentence
 
 
 @pytest.mark.check
@@ -277,6 +283,9 @@ def test_a_file_of_another_kind(refuse, tmp_path):
 @pytest.mark.check
 def test_models_that_are_not_causal(refuse, tmp_path):
     for name in ("bert", "bart", "t5", "vit"):
+        CONFIG_MAPPING[name]().save_pretrained(tmp_path / name)
+        assert f"({name}) is not a causal language model" in refuse("-m", tmp_path / name)
+    for name in ("mamba", "gemma3"):  # without heads; with the sizes of its text in a part of it
         CONFIG_MAPPING[name]().save_pretrained(tmp_path / name)
         assert f"({name}) is not a causal language model" in refuse("-m", tmp_path / name)
 

@@ -685,6 +685,29 @@ def test_a_folder_without_a_training_split_is_refused(tmp_path):
 
 
 @pytest.mark.check
+@pytest.mark.parametrize("name", ["csv", "table[1].csv"])
+def test_a_name_that_means_something_else_to_the_library(tmp_path, monkeypatch, name):
+    """A reader of the library, which would take all tables that are here, and a pattern."""
+    monkeypatch.chdir(tmp_path)
+    Path("csv").mkdir()
+    for path in ("csv/part.csv", "table[1].csv"):
+        Path(path).write_text("text\nright\n")
+    for path in ("other.csv", "table1.csv"):
+        Path(path).write_text("text\nwrong\n")
+    assert sources.load_table(name, None)["train"]["text"][:] == ["right"]
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
+def test_text_and_json_as_windows_writes_them(tmp_path, encoding):
+    (tmp_path / "a.txt").write_text("Straße\nund Bäume", encoding)
+    assert sources._read_text(tmp_path / "a.txt") == "Straße\nund Bäume"
+    if encoding != "utf-16":
+        (tmp_path / "a.json").write_text('["Bäume"]', encoding)
+        assert sources.read_json_strings(tmp_path / "a.json") == ["Bäume"]
+
+
+@pytest.mark.check
 def test_tokens_are_stored_once_for_all_sequence_lengths(tmp_path, tokenizer, monkeypatch):
     path = write_form(tmp_path, "csv")
     long = load_sequences(arguments(path), tokenizer, 32)[0]

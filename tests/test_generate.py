@@ -390,6 +390,10 @@ def test_while_it_trains(generate, tmp_path):
     assert steps == sorted(steps) and steps[0] < steps[-1]
 
 
+def test_a_prompt_that_begins_with_an_at_sign(generate, saved):
+    assert generate(saved / "gpt2-tiny", "-p", "@property").out.startswith("@property")
+
+
 def test_lines_of_stdin(generate, saved):
     run = saved / "gpt2-tiny"
     together = generate(run, "--temperature", 0, stdin="def\n\nclass Reader:").out

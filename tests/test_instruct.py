@@ -392,6 +392,7 @@ def test_bad_input_ends_in_one_sentence(tmp_path):
         ({"question": ["a"], "reply": ["b"]}, "no column 'answer': .* from: question, reply"),
         ({"question": ["a", "b"], "answer": ["c", " "]}, "Row 2 of .* is no conversation"),
         ({"question": ["a", "b"], "answer": ["c", None]}, "Row 2 of .* is no conversation"),
+        ({"question": ["a"], "answer": ["b"]}, "has only one conversation: give at least two"),
         ({"messages": ["hello"]}, "Row 1 of .* is no conversation"),
         ({"messages": [[{"role": "user", "content": "a"}]]}, "Row 1 of .* is no conversation"),
         ({"messages": [[{"from": "human", "value": "a"}]]}, "Row 1 of .* is no conversation"),

@@ -18,7 +18,7 @@ import torch
 from conftest import ROOT, first_then_slow, load_script, read_metrics, run_script
 from test_parity import plant
 from torch.utils.data import DataLoader
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, BloomConfig
 
 from common import cli, models, timers
 from common.data import IGNORED, ResumableSampler, Sequences, load_sequences
@@ -170,6 +170,24 @@ def test_a_model_with_another_mask_keeps_it():
     config = models.load_config("llama-tiny")
     config.model_type = "mistral"
     assert models.causal_attention(config) == "sdpa"
+
+
+@pytest.mark.check
+def test_a_model_without_sdpa_gets_what_it_has():
+    config = BloomConfig(vocab_size=32, hidden_size=8, n_layer=1, n_head=2)
+    attention = models.causal_attention(config)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
+    assert attention == "eager"
+    assert model(torch.zeros((1, 4), dtype=torch.int64)).logits.shape == (1, 4, 32)
+
+
+@pytest.mark.check
+def test_a_sample_has_its_length_whatever_the_model_s_settings_say():
+    model = AutoModelForCausalLM.from_config(models.load_config("gpt2-tiny"))
+    model.generation_config.max_new_tokens = 300
+    tokenizer = models.load_tokenizer("gpt2-tiny")
+    _, text = models.sample_text(model, tokenizer, torch.device("cpu"), "", 9, seed=0)
+    assert len(tokenizer(text)["input_ids"]) < 20
 
 
 EVALUATED = ("-s", 32, "--max-steps", 12, "--log-freq", 5, "--eval-freq", 6)

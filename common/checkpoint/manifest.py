@@ -112,6 +112,8 @@ def find_checkpoint(run_dir: Path, settings: dict[str, object]) -> Path | None:
     found = exists(run_dir / "state.json")
     check_agreement({"a state.json": found}, remedy)
     if not found:
+        if exists(run_dir / "best"):
+            raise InputError(f"{run_dir} is the folder of a classifier: give another -e.")
         # A kill during the first save can leave one folder. Several folders had a state.json.
         if len(list((run_dir / "checkpoints").glob("step-*"))) > 1:
             raise InputError(

@@ -1,6 +1,8 @@
 """Where documents come from: the built-in corpus, local files and folders, addresses, the hub."""
 
+import codecs
 import functools
+import glob
 import hashlib
 import json
 import logging
@@ -24,6 +26,7 @@ if TYPE_CHECKING:
     import datasets  # see import_datasets
 
 logger = logging.getLogger(__name__)
+warn_once = functools.cache(logger.warning)
 
 BUILT_IN = "python-stdlib"
 TEXT_SUFFIXES = (".txt", ".text", ".md", ".rst", ".py")
@@ -139,16 +142,14 @@ def _read_texts(batch: dict[str, list[str]]) -> dict[str, list[str]]:
 
 
 def _read_text(path: Path) -> str:
+    with path.open("rb") as file:
+        is_utf_16 = file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
+    encoding = "utf-16" if is_utf_16 else "utf-8-sig"
     try:
-        return path.read_text(encoding="utf-8")
+        return path.read_text(encoding)
     except UnicodeDecodeError:
-        _warn_once(f"{path} is not UTF-8: each invalid byte becomes U+FFFD")
-        return path.read_text(encoding="utf-8", errors="replace")
-
-
-@functools.cache
-def _warn_once(message: str) -> None:
-    logger.warning(message)
+        warn_once(f"{path} is not UTF-8: each invalid byte becomes U+FFFD")
+        return path.read_text(encoding, errors="replace")
 
 
 def read_json_strings(path: Path) -> list[str] | None:
@@ -157,24 +158,19 @@ def read_json_strings(path: Path) -> list[str] | None:
     Raises InputError for any other content.
     """
     try:
-        with path.open(encoding="utf-8") as file:
+        with path.open(encoding="utf-8-sig") as file:
             first = next(filter(str.strip, file), "").strip()
             if first.startswith("{") and first.endswith("}") and any(map(str.strip, file)):
                 return None
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding="utf-8-sig"))
     except ValueError as error:
         raise InputError(f"{path} is not valid JSON: {error}.") from error
-    if isinstance(content, dict):
-        raise InputError(
-            f"{path} is a JSON dictionary: it must be an array of strings, "
-            '["first document", "second document"], or JSON lines in a .jsonl file.'
-        )
     if isinstance(content, list) and all(isinstance(item, str) for item in content):
         # JSON can escape half of a surrogate pair, which cannot be encoded.
         return [item.encode("utf-8", errors="replace").decode() for item in content]
     if isinstance(content, list) and all(isinstance(item, dict) for item in content):
         return None
-    raise InputError(f"{path} must hold an array of strings, or one of objects.")
+    raise InputError(f'{path} must hold ["first document", "second document"] or JSON lines.')
 
 
 # --- tables and data sets of the hub ---
@@ -204,9 +200,9 @@ def load_table(name: str, subset: str | None) -> "datasets.DatasetDict":
     load_dataset = import_datasets().load_dataset
     try:
         if path.is_file():
-            table = load_dataset(TABLE_SUFFIXES[path.suffix], data_files=name)
-        else:
-            table = load_dataset(name, subset)
+            table = load_dataset(TABLE_SUFFIXES[path.suffix], data_files=glob.escape(name))
+        else:  # "csv" alone would not be the folder, but the library's reader of such files
+            table = load_dataset(str(path.resolve()) if is_local else name, subset)
     except Exception as error:  # the library wraps errors of its readers in many classes
         if not is_local:  # no network, no such data set, no such subset, a gated data set
             raise not_found("data set", name, (BUILT_IN,), error) from error
