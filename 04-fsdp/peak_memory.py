@@ -49,6 +49,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from common import models
+from common.cli import InputError
 
 
 @dataclass(frozen=True)
@@ -229,7 +230,11 @@ def count_activations(
     "layer" has ended, or until the "tensor" itself is complete.
     """
     half = options.precision == "bf16" or options.param_dtype == "bfloat16"
-    models.causal_attention(config)  # registers causal_sdpa, which needs no attention mask
+    # This registers causal_sdpa, which needs no attention mask.
+    if models.causal_attention(config) == "eager":
+        raise InputError(
+            f"transformers has no SDPA for {config.model_type}: train a few steps to see its memory."
+        )
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
             config,

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from torch.utils.weak import WeakIdKeyDictionary
-from transformers import AttentionInterface, AutoModelForCausalLM
+from transformers import AttentionInterface, AutoModelForCausalLM, BloomConfig
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from common import distributed
@@ -571,6 +571,12 @@ def test_bad_input(say, args, sentence):
     assert status == 2
     assert sentence in err.splitlines()[-1]
     assert "Traceback" not in err
+
+
+def test_a_model_without_sdpa_is_refused(say, tmp_path):
+    BloomConfig().save_pretrained(tmp_path)
+    status, _, err = say("-m", tmp_path)
+    assert status == 2 and "transformers has no SDPA for bloom" in err.splitlines()[-1]
 
 
 @pytest.mark.parametrize(
