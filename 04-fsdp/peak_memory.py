@@ -233,7 +233,7 @@ def count_activations(
     # This registers causal_sdpa, which needs no attention mask.
     if models.causal_attention(config) == "eager":
         raise InputError(
-            f"transformers has no SDPA for {config.model_type}: train a few steps to see its memory."
+            f"transformers has no SDPA for {config.model_type}: measure its memory in a short run."
         )
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
