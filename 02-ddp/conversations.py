@@ -225,7 +225,9 @@ def read_table(args: argparse.Namespace) -> tuple[list[Messages], list[Messages]
     for messages, is_out in zip(train, held_out, strict=True):
         parts[is_out].append(messages)
     if not parts[0]:
-        raise InputError(f"{name} has only one conversation: give at least two.")
+        raise InputError(
+            f"{name} has only one conversation: give at least two with different questions."
+        )
     return parts
 
 

@@ -249,7 +249,7 @@ def test_json_dictionary(refuse, tmp_path):
     path = tmp_path / "train.json"
     for text in ('{"Hello World": "1", "I am fine": "0"}', '{\n "a": "1",\n "b": "0"\n}'):
         path.write_text(text)
-        assert 'must hold ["first document", "second document"] or' in refuse("-d", path)
+        assert "must hold an array of strings, or of objects, or" in refuse("-d", path)
 
 
 @pytest.mark.check
@@ -270,7 +270,7 @@ def test_json_that_cannot_be_used(refuse, tmp_path, content):
     path = tmp_path / "train.json"
     path.write_bytes(content)
     sentence = refuse("-d", path)
-    assert "is not valid JSON" in sentence or 'must hold ["first document"' in sentence
+    assert "is not valid JSON" in sentence or "must hold an array of strings" in sentence
 
 
 @pytest.mark.check
@@ -282,10 +282,8 @@ def test_a_file_of_another_kind(refuse, tmp_path):
 
 @pytest.mark.check
 def test_models_that_are_not_causal(refuse, tmp_path):
-    for name in ("bert", "bart", "t5", "vit"):
-        CONFIG_MAPPING[name]().save_pretrained(tmp_path / name)
-        assert f"({name}) is not a causal language model" in refuse("-m", tmp_path / name)
-    for name in ("mamba", "gemma3"):  # without heads; with the sizes of its text in a part of it
+    # mamba has no attention heads, and gemma3 has the vocabulary size in a nested configuration.
+    for name in ("bert", "bart", "t5", "vit", "mamba", "gemma3"):
         CONFIG_MAPPING[name]().save_pretrained(tmp_path / name)
         assert f"({name}) is not a causal language model" in refuse("-m", tmp_path / name)
 

@@ -1,6 +1,7 @@
 """What measures speed: the bare loop trains as the chapter does, and rows are what they say."""
 
 import json
+import platform
 import shlex
 import sys
 from types import SimpleNamespace
@@ -294,9 +295,15 @@ def first_losses(steps: int) -> list[float]:
 
 
 def test_libraries_train_the_same_as_the_chapter():
-    """All rows of the result begin with one loss, near the loop's here: its corpus is Python's."""
-    rows = report.content(ROOT / report.result("libraries_cpu"))["rows"]
+    """All rows of the result begin with one loss. With the same Python, it is the loop's here.
+
+    Another Python has another standard library, which is the corpus.
+    """
+    path = ROOT / report.result("libraries_cpu")
+    rows = report.content(path)["rows"]
     assert [*rows] == [*libraries.WAYS]
     first = [row["first_loss"] for row in rows.values()]
     assert first == pytest.approx([first[0]] * 4, abs=1e-4)
-    assert sum(first_losses(1)) / libraries.ACCUMULATION == pytest.approx(first[0], rel=0.01)
+    recorded = json.loads(path.read_text())["machine"]["python"]
+    near = {"abs": 1e-4} if recorded == platform.python_version() else {"rel": 0.01}
+    assert sum(first_losses(1)) / libraries.ACCUMULATION == pytest.approx(first[0], **near)

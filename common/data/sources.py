@@ -1,6 +1,5 @@
 """Where documents come from: the built-in corpus, local files and folders, addresses, the hub."""
 
-import codecs
 import functools
 import glob
 import hashlib
@@ -142,9 +141,11 @@ def _read_texts(batch: dict[str, list[str]]) -> dict[str, list[str]]:
 
 
 def _read_text(path: Path) -> str:
-    with path.open("rb") as file:
-        is_utf_16 = file.read(2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
-    encoding = "utf-16" if is_utf_16 else "utf-8-sig"
+    try:
+        return path.read_text("utf-8-sig")
+    except UnicodeDecodeError:
+        has_mark = path.read_bytes().startswith((b"\xff\xfe", b"\xfe\xff"))  # of UTF-16
+        encoding = "utf-16" if has_mark else "utf-8-sig"
     try:
         return path.read_text(encoding)
     except UnicodeDecodeError:
@@ -170,7 +171,7 @@ def read_json_strings(path: Path) -> list[str] | None:
         return [item.encode("utf-8", errors="replace").decode() for item in content]
     if isinstance(content, list) and all(isinstance(item, dict) for item in content):
         return None
-    raise InputError(f'{path} must hold ["first document", "second document"] or JSON lines.')
+    raise InputError(f"{path} must hold an array of strings, or of objects, or JSON lines.")
 
 
 # --- tables and data sets of the hub ---
