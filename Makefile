@@ -5,7 +5,7 @@ SCRIPTS := $(wildcard [0-9][0-9]-*/train_llm.py)
 
 PYTEST := $(BIN)/python -m pytest -n auto --dist loadgroup --no-loadscope-reorder
 
-.PHONY: train diff lab check test test-all ci planted record lint format clean
+.PHONY: train diff lab check test ci nightly record lint format clean
 
 train: .venv/.train  ## train chapter 1 on the built-in corpus: make train ARGS="-e my-run"
 	$(BIN)/python 01-single-gpu/train_llm.py $(ARGS)
@@ -21,17 +21,14 @@ lab: .venv/.lab  ## open a chapter's notebook: make lab CHAPTER=1
 check: lint  ## what needs no training: lint, diffs, pages, units; run it after every change
 	$(PYTEST) -m check
 
-test: lint  ## all tests but the slow ones and the planted bugs
-	$(PYTEST) -m "not slow and not planted"
+test: lint  ## the promises on one example each: parity, resume, launch files, pages
+	$(PYTEST) -m "not ci and not nightly"
 
-test-all: lint  ## the slow ones too
-	$(PYTEST) -m "not planted"
+ci: lint  ## the slow tests too, as .ci/run does
+	$(PYTEST) -m "not nightly"
 
-ci: lint  ## all tests and the planted bugs in one session
+nightly: lint  ## everything: all pairs and planted bugs, notebooks, the default training
 	$(PYTEST)
-
-planted: .venv/.test  ## checks that must fail: trainings with a planted bug
-	$(PYTEST) -m planted
 
 record: .venv/.test  ## make the recorded outputs again: make record ONLY='01-single-gpu/recorded/generate*'
 	$(BIN)/python tests/record.py $(ONLY)

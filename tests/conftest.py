@@ -23,35 +23,24 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # take many times longer.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-import atexit
 import collections
 import contextlib
-import functools
 import itertools
-import json
-import random
 import shutil
 import signal
-import socket
-import subprocess
 import sys
-import time
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
-import warm
-from cluster import ENVIRONMENT, cluster  # noqa: F401
+from cluster import cluster  # noqa: F401
+from helpers import HIDES_GPUS, ROOT, read_metrics, write_corpus
 from runner import load_script
 
 from common import distributed
 
-ROOT = Path(__file__).parents[1]
-CHAPTERS = sorted(path.parent.name for path in ROOT.glob("[0-9][0-9]-*/train_llm.py"))
-TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
-HIDES_GPUS = "CUDA_VISIBLE_DEVICES"
 IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ  # of pytest-xdist
 
 
@@ -110,69 +99,15 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         marks = {mark.name for mark in item.iter_markers()}
         if item.name.startswith("test_planted") and "check" not in marks:
-            item.add_marker("planted")
+            item.add_marker("nightly")
         if "gpu" in marks and gpus < 1:
             item.add_marker(pytest.mark.skip(reason="needs a GPU"))
         if "multi_gpu" in marks and gpus < 2:
             item.add_marker(pytest.mark.skip(reason="needs two GPUs"))
         # The tests of a module run in one worker: they share what its fixtures have started.
         item.add_marker(pytest.mark.xdist_group(item.path.stem))
-    on_cluster = {item.path for item in items if item.get_closest_marker("slurm")}
+    on_cluster = {item.path for item in items if "cluster" in item.fixturenames}
     items.sort(key=lambda item: (item.path not in on_cluster, item.path.stem not in LONGEST))
-
-
-def launch_file(chapter: str) -> Path:
-    """Return the launch file with which a chapter trains on this machine."""
-    files = [ROOT / chapter / name for name in ("launch.sh", "launch_torchrun.sh")]
-    (found,) = [file for file in files if file.exists()]
-    return found
-
-
-def first_then_slow(values: Iterable[object]) -> list:
-    """Return values to parametrize a test with; all but the first are slow.
-
-    A tuple has a value for each parameter.
-    """
-    first, *others = (value if isinstance(value, tuple) else (value,) for value in values)
-    return [pytest.param(*first), *(pytest.param(*each, marks=pytest.mark.slow) for each in others)]
-
-
-def float32(chapter: str) -> tuple[str, ...]:
-    """Return the arguments with which a chapter computes in float32, as all before chapter 5 do."""
-    return ("--precision", "fp32") if chapter >= "05" else ()
-
-
-def free_port() -> int:
-    """Return a port of this machine that is free now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-# To replace in a chapter's script: all batches that it evaluates, at the end of a run too, by two.
-EVALUATED_LITTLE = (
-    'for batch in cli.progress(dataloader, "evaluation"):',
-    "for _, batch in zip(range(2), dataloader):",
-)
-
-
-def replace_in(path: Path, right: str, wrong: str) -> None:
-    """Replace a text that stands in a file once."""
-    source = path.read_text()
-    assert source.count(right) == 1, (path, right)
-    path.write_text(source.replace(right, wrong))
-
-
-def random_texts(count: int) -> list[str]:
-    """Return documents of a few letters, the same ones each time."""
-    letters = random.Random(0)
-    return ["".join(letters.choice("abcdefgh \n") for _ in range(600)) for _ in range(count)]
-
-
-def read_metrics(run_dir: Path, going_on: bool = False) -> list[dict]:
-    """Return what a run has logged; while it goes on, without a line that is being written."""
-    lines = (run_dir / "metrics.jsonl").read_text().splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n") or not going_on]
 
 
 @pytest.fixture
@@ -198,62 +133,6 @@ def make_folder(tmp_path_factory) -> Iterator[Callable[[str], Path]]:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def quick_commands() -> Path:
-    """Return the folder of warm.py's `python` and `torchrun`, which have PyTorch imported already.
-
-    It is the folder of the real ones if REAL_PYTHON is set, and for tests that use GPUs: a process
-    in which a library has initialized CUDA cannot fork others that use it.
-    """
-    if sys.platform != "linux" or torch.cuda.is_available() or os.environ.get("REAL_PYTHON"):
-        return Path(sys.executable).parent
-    return _warm_commands()
-
-
-@functools.cache
-def _warm_commands() -> Path:
-    stack = contextlib.ExitStack()
-    atexit.register(stack.close)
-    return stack.enter_context(warm.commands({**ENVIRONMENT, HIDES_GPUS: ""}))
-
-
-def quick(**env: object) -> dict[str, str]:
-    """Return an environment in which a reader's commands find them first, with these variables.
-
-    It has none of those that a library, imported by a test, has set in this process.
-    """
-    folder = quick_commands()
-    hidden = {HIDES_GPUS: os.environ[HIDES_GPUS]} if HIDES_GPUS in os.environ else {}
-    return {
-        **ENVIRONMENT,
-        **hidden,
-        "PATH": f"{folder}:{Path(sys.executable).parent}:{ENVIRONMENT['PATH']}",
-        "PYTHON_EXEC": f"{folder}/python",
-        "VIRTUAL_ENV": sys.prefix,  # launch files take `python` then
-        **{key: str(value) for key, value in env.items()},
-    }
-
-
-def run_script(*args: object, timeout: float = 600, **env: object) -> subprocess.CompletedProcess:
-    """Run `python ARGS` from the repository's root, as a reader does."""
-    return subprocess.run(
-        [f"{quick_commands()}/python", *map(str, args)],
-        cwd=ROOT,
-        env=quick(**env),
-        capture_output=True,
-        text=True,
-        timeout=timeout,
-    )
-
-
-def wait_for_file(path: Path, running: Callable[[], bool], timeout: float = 300) -> None:
-    """Wait until a run that is `running` has written this file."""
-    deadline = time.monotonic() + timeout
-    while not path.exists():
-        assert running(), f"the run ended without {path}"
-        assert time.monotonic() < deadline, f"no {path} in time"
-        time.sleep(0.1)
-
-
 @pytest.fixture(autouse=True)
 def hide_gpus(request, monkeypatch):
     """Tests without the marker see no GPU: they compare what a CPU computes, to the last digit."""
@@ -267,13 +146,6 @@ def hide_gpus(request, monkeypatch):
 def forget_the_process_group(monkeypatch):
     """A test may have had one in this process; distributed.run() would then end the worker."""
     monkeypatch.setattr(distributed, "_kept_group", None)
-
-
-def write_corpus(folder: Path) -> Path:
-    """Return a file of text for some tens of steps of 6 sequences of 32 tokens."""
-    path = folder / "corpus.json"
-    path.write_text(json.dumps([f"Text number {n}, of many words. " * 20 for n in range(50)]))
-    return path
 
 
 @pytest.fixture

@@ -25,8 +25,9 @@ from pathlib import Path
 import psutil
 import torch
 from cluster import ENVIRONMENT
+from helpers import ROOT, commands, name_of
 from labs import NUMBER
-from test_pages import PAGES, RECORDED, ROOT, commands, name_of, report
+from test_pages import PAGES, RECORDED, report
 
 from common.cli import LOGGED_ENVIRONMENT
 

@@ -1,7 +1,8 @@
 """Run a chapter in processes of its own, note what it trains on, and kill it where a test says.
 
-Children come from a server that has imported PyTorch already: half a second each, not six. Those of
-a Series run many configurations, one after the other.
+Children come from a server that has imported PyTorch already: half a second each, not six. They run
+a chapter, or any script as `python` would. Those of a Series run many configurations, one after the
+other.
 """
 
 import contextlib
@@ -12,6 +13,7 @@ import logging
 import multiprocessing
 import os
 import random
+import runpy
 import shutil
 import signal
 import subprocess
@@ -55,7 +57,7 @@ def start(args: list[object], **options: object) -> multiprocessing.Process:
 def server_context() -> multiprocessing.context.ForkServerContext:
     """Return the context whose children come from a server that has imported this module."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["runner", "frozen"])
+    context.set_forkserver_preload(["runner"])
     before = dict(os.environ)
     # The server looks for the module here and, before Python 3.13, not in this process's sys.path.
     os.environ["PYTHONPATH"] = str(Path(__file__).parent)
@@ -330,9 +332,11 @@ def finish(process: multiprocessing.Process, timeout: float = 900) -> int:
 def _child(
     args: list[str],
     chapter: str = "01-single-gpu",
+    script: str | None = None,
     env: dict[str, object] | None = None,
     plant: Callable[[], None] | None = None,
     samples_file: str | None = None,
+    stdout_file: str | None = None,
     stderr_file: str | None = None,
     pause: float = 0.0,
     kill_after_steps: int | None = None,
@@ -342,9 +346,11 @@ def _child(
     file_size_limit: int | None = None,
 ) -> None:
     """chapter: the folder of the script, in the repository or absolute.
+    script: instead of a chapter, any Python script; it runs as its own program.
     env: variables to set.
     plant: called before the script runs, to plant a bug or a delay.
     samples_file: gets the indices of every optimizer step's samples, a JSON list a line.
+    stdout_file, stderr_file: get what this process and its children print.
     pause: seconds to sleep after every optimizer step, for a test that must hit the run.
     kill_after_steps: SIGKILL after so many optimizer steps of this process.
     signals_after_steps: (n, signals): after n optimizer steps this process sends itself these.
@@ -356,8 +362,9 @@ def _child(
     os.environ |= {key: str(value) for key, value in (env or {}).items()}
     # A shell starts what it puts in the background with SIGINT ignored, and children inherit that.
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    if stderr_file:
-        sys.stderr = open(stderr_file, "w", buffering=1)  # noqa: PTH123, SIM115
+    for number, file in ((1, stdout_file), (2, stderr_file)):
+        if file:
+            os.dup2(os.open(file, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
     random.seed(12345)  # the state a run must not depend on
     if samples_file:
         _note_samples(Path(samples_file)).__enter__()
@@ -379,8 +386,13 @@ def _child(
 
         resource.setrlimit(resource.RLIMIT_FSIZE, (file_size_limit, file_size_limit))
         signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-    sys.argv = [f"{chapter}/train_llm.py", *args]
-    distributed.run(load_abridged(chapter).main)
+    if script:
+        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count()))
+        sys.argv, sys.path[0] = [script, *args], str(Path(script).resolve().parent)
+        runpy.run_path(script, run_name="__main__")
+    else:
+        sys.argv = [f"{chapter}/train_llm.py", *args]
+        distributed.run(load_abridged(chapter).main)
 
 
 def _kill(*_: object) -> None:
@@ -469,3 +481,5 @@ def _at_call(module, name: str, call: int, action) -> None:
 
 if __name__ == "__main__":
     _series_main(*json.loads(sys.argv[1]))
+elif "pytest" not in sys.modules:
+    gc.freeze()  # in the server: no child looks through what it imported, or copies it, for garbage

@@ -1,14 +1,12 @@
 """Chapter 2's three ways to average gradients: each is right, and sends what theory says."""
 
-import functools
 import re
 import sys
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, TORCHRUN, run_script
-from runner import Ranks
+from helpers import ROOT, TORCHRUN, run_ranks, run_script
 from transformers import AutoModelForCausalLM
 
 from common import models
@@ -41,21 +39,6 @@ def check_table(text: str, world_size: int) -> None:
         assert int(busiest.replace(",", "")) == pytest.approx(max(expected) * size, rel=0.02)
 
 
-def run_ranks(
-    script: Path, folder: Path, world_size: int, bug: tuple[str, str] = ()
-) -> tuple[list[int], str]:
-    """Run a script, or one with a text replaced; return the statuses and what rank 0 printed."""
-    source = script.read_text()
-    if bug:
-        assert source.count(bug[0]) == 1
-        source = source.replace(*bug)
-    (folder / "train_llm.py").write_text(source)  # the name that Ranks looks for
-    plant = functools.partial(redirect_output, folder)
-    errors = [str(folder / f"stderr-{rank}") for rank in range(world_size)]
-    ranks = Ranks(world_size, [], chapter=str(folder), stderr_file=errors, plant=plant)
-    return ranks.finish(), (folder / "stdout").read_text()
-
-
 def redirect_output(folder: Path) -> None:
     sys.stdout = (folder / "stdout").open("a", buffering=1)
 
@@ -66,7 +49,7 @@ def test_the_recorded_output_is_of_this_form():
     check_table(recorded.split("\n", 2)[2], 4)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_as_the_reader_runs_it():
     done = run_script(*TORCHRUN, 4, SCRIPT)
     assert done.returncode == 0, done.stderr

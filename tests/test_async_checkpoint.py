@@ -9,10 +9,9 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from helpers import assert_exact, assert_same_tensors, newest_step, speak_at_once, tensors
 from runner import SAVE_STAGES, Ranks, finish
-from test_resume import assert_same_tensors
-from test_resume_ranks import assert_exact, newest_step, tensors
-from test_stop import LOG_EVERY, USR1, Runs, speak_at_once
+from test_stop import LOG_EVERY, USR1, Runs
 from torch.distributed.checkpoint import filesystem
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils import _pytree
@@ -48,7 +47,7 @@ def start_ranks(runs: Runs, name: str, *args: object, **options: object) -> Rank
     return Ranks(2, arguments, chapter=CHAPTER, **options)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("stage", SAVE_STAGES)
 def test_after_kill_9_while_it_is_written(runs, straight, stage):
     """The rank that commits is killed in its fourth checkpoint, and the training is past it."""
@@ -171,7 +170,7 @@ def test_planted_tensors_that_train_on_are_noticed(runs, waited):
         assert_same_checkpoints(waited, found)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("args", [(), (ASYNC,)], ids=["waiting", "async"])
 def test_a_full_disk_of_one_rank(runs, straight, args, rank):
@@ -227,7 +226,7 @@ def test_a_failure_stops_the_run_at_the_next_logged_step(runs, plant):
     assert lines[1].startswith(sentence)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_stopped_by_a_signal(runs, straight):
     """The checkpoint of the stop is complete before the run says so."""
     statuses = runs.start(CHAPTER, "stopped", ASYNC, signals=([], [USR1]))
@@ -240,7 +239,7 @@ def do_not_wait() -> None:
     asynchronous.AsyncCheckpoints.finish = lambda self: None
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_planted_end_that_does_not_wait_is_noticed(runs):
     """The process group ends before the checkpoint is complete."""
     run_dir = run_slowly(runs, "not-waited", ASYNC, also=do_not_wait)

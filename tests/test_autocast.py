@@ -3,7 +3,6 @@
 The diffs are applied to copies of the scripts, and those are run, alone or on two ranks.
 """
 
-import collections
 import contextlib
 import dataclasses
 import functools
@@ -11,18 +10,29 @@ import json
 import re
 import shutil
 import signal
-import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
 import xxhash
-from conftest import CHAPTERS, ROOT, random_texts, read_metrics, replace_in, run_script
+from helpers import (
+    CHAPTERS,
+    EXACT,
+    ROOT,
+    apply,
+    assert_clean,
+    changed,
+    go_back_to,
+    hunks,
+    newest_step,
+    patch,
+    random_texts,
+    read_metrics,
+    tensors,
+)
 from runner import RunsByRanks, finish, start
 from test_chapter_diffs import ROT as RULES
-from test_resume import EXACT
-from test_resume_ranks import go_back_to, newest_step, tensors
 from torch.distributed.tensor import DTensor
 
 PATCHED = CHAPTERS[:3]
@@ -40,59 +50,6 @@ BANDS = {"bf16": (1e-3, 2e-2), "fp16": (3e-4, 2e-3)}
 
 def diff_file(chapter: str) -> Path:
     return ROOT / FSDP / f"autocast-{chapter[:2]}.diff"
-
-
-def hunks(diff: str) -> list[list[str]]:
-    """Return the lines of each hunk of a diff, less the line with its position."""
-    return [hunk.splitlines()[1:] for hunk in re.split(r"^(?=@@)", diff, flags=re.M)[1:]]
-
-
-def changed(diff: str) -> list[str]:
-    return [line for hunk in hunks(diff) for line in hunk if line[0] in "+-"]
-
-
-def apply(diff: Path, folder: Path) -> subprocess.CompletedProcess:
-    """Apply a diff to the copies of the scripts in a folder, as a reader does it to the scripts."""
-    command = ["git", "apply", "--verbose", str(diff)]
-    return subprocess.run(command, cwd=folder, capture_output=True, text=True)
-
-
-def patch(
-    chapter: str,
-    folder: Path,
-    replaced: tuple[tuple[str, str], ...] = (),
-    diff: Path | None = None,
-) -> Path:
-    """Return the folder of a chapter's script in `folder`, patched, and each text replaced.
-
-    diff: instead of the diff to autocast.
-    """
-    script = folder / chapter / "train_llm.py"
-    script.parent.mkdir(parents=True)
-    shutil.copy(ROOT / chapter / "train_llm.py", script)
-    done = apply(diff or diff_file(chapter), folder)
-    assert done.returncode == 0 and "Applied patch" in done.stderr, done.stderr
-    for right, wrong in replaced:
-        replace_in(script, right, wrong)
-    return script.parent
-
-
-def assert_clean(path: Path) -> None:
-    """A patched script, or a folder of them, keeps the rules of the repository's code."""
-    for command in (["check"], ["format", "--check"]):
-        done = run_script("-m", "ruff", *command, "--config", ROOT / "pyproject.toml", path)
-        assert done.returncode == 0, done.stdout
-
-
-def not_shown(page: str, diff: str) -> list[str]:
-    """Return the changed lines of a diff that the blocks of a page do not show, or show twice.
-
-    That each block is a piece of the diff is for test_pages.py.
-    """
-    blocks = re.findall(r"^```diff\n((?:.*\n)*?)```$", page, re.M)
-    lines = [line for block in blocks for line in block.splitlines() if line[:1] in ("+", "-")]
-    shown, real = collections.Counter(lines), collections.Counter(changed(diff))
-    return sorted((shown - real) + (real - shown))
 
 
 # --- the diffs ---
@@ -391,7 +348,7 @@ def assert_close(expected: Path, found: Path, precision: str) -> None:
     assert column(found, "loss") != column(expected, "loss"), "nothing was cast"
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("place", "precision"), [("alone", "tf32"), *((place, "fp32") for place in PLACES)]
 )
@@ -403,7 +360,7 @@ def test_float32_is_the_unpatched_chapter(runs, place, precision):
         assert_equal(expected, runs[f"{place}-bf16"])
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("precision", BANDS)
 @pytest.mark.parametrize("place", PLACES)
 def test_16_bits_are_close_to_float32(runs, place, precision):
@@ -418,7 +375,7 @@ def test_16_bits_are_close_to_float32(runs, place, precision):
     assert scales == ([FIRST_SCALE] * STEPS if precision == "fp16" else [])
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("bug", "complaint"),
     [
@@ -442,7 +399,7 @@ def assert_skipped(runs: Runs, name: str) -> None:
     assert after[0] != before[0] and after[1] == FIRST_SCALE / 2
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("place", PLACES)
 def test_overflow_on_one_rank_makes_all_skip(runs, place):
     run_dir = runs[f"{place}-overflow"]
@@ -452,7 +409,7 @@ def test_overflow_on_one_rank_makes_all_skip(runs, place):
     assert None not in column(run_dir, "loss")
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_planted_rank_that_decides_alone(runs):
     """The planted bug averages no gradients: rank 0 sees no overflow."""
     with pytest.raises(AssertionError, match="the ranks differ"):
@@ -465,7 +422,7 @@ def assert_goes_on(straight: Path, found: Path) -> None:
     assert scalers[0] == scalers[1], "the scaler differs"
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_after_kill_9(runs):
     straight = runs["alone-large"]
     skipped = [norm is None for norm in column(straight, "grad_norm")]
@@ -480,18 +437,18 @@ def test_after_kill_9(runs):
     assert_goes_on(straight, runs.folder / "killed")
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_resumed_with_sharded_moments(runs):
     assert_goes_on(runs["nodes-large"], runs["nodes-large-on"])
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_planted_scale_that_is_not_saved(runs):
     with pytest.raises(AssertionError, match=r"the \w+ differs"):
         assert_goes_on(runs["not-saved"], runs["not-saved-on"])
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("name", [name for name in RUNS if "-to-" in name])
 def test_checkpoint_goes_from_chapter_to_chapter(runs, name):
     """To chapter 5 and back, and to and from a chapter that has no scale and so saves none."""

@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, load_script, read_metrics, run_script, wait_for_file
 from filelock import FileLock
-from runner import Ranks, finish, start
+from helpers import ROOT, listing, read_metrics, run_script, wait_for_file
+from runner import Ranks, finish, load_script, start
 from safetensors.torch import load_file, save_file
 from transformers import (
     CONFIG_MAPPING,
@@ -54,15 +54,6 @@ def refuse(tmp_path, monkeypatch, capfd):
         return lines[0]
 
     return run
-
-
-def listing(folder: Path) -> dict[str, bytes]:
-    """Return all files and folders below, but the lock that shows that a run is alive."""
-    return {
-        str(path): path.read_bytes() if path.is_file() else b""
-        for path in folder.rglob("*")
-        if path.name != ".lock"
-    }
 
 
 @pytest.mark.check
@@ -104,7 +95,7 @@ def test_the_folder_of_a_classifier(refuse, corpus, tmp_path):
     assert "is the folder of a classifier: give another -e." in refuse("-d", corpus, *SMALL)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_text_that_is_not_utf_8_is_pointed_out(corpus, tmp_path):
     path = tmp_path / "latin.txt"
     path.write_bytes("Stra\xdfe und B\xe4ume. ".encode("latin-1") * 500)
@@ -113,7 +104,7 @@ def test_text_that_is_not_utf_8_is_pointed_out(corpus, tmp_path):
     assert done.returncode == 0 and f"{path} is not UTF-8" in done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_a_full_disk_outside_a_checkpoint(corpus, tmp_path):
     """One sentence, although wandb cannot end its run either."""
     hook = tmp_path / "hook"
@@ -534,7 +525,7 @@ def test_checkpoints_are_gone(train, refuse, corpus, tmp_path):
     assert "The checkpoints of" in refuse("-d", corpus, *SMALL)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_a_second_process_in_the_same_run(corpus, tmp_path):
     args = ["-d", corpus, "-s", 32, "--global-batch-size", 6, "--max-steps", 3000]
     args += ["--save-dir", tmp_path, "-e", "run"]
@@ -592,7 +583,7 @@ def test_a_full_disk(corpus, tmp_path, small_disk):
     assert "resumed after step 4 of 6" in (tmp_path / "stderr").read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_a_complete_run_says_so(corpus, tmp_path):
     args = (SCRIPT, "-d", corpus, *SMALL, "--save-dir", tmp_path, "-e", "run")
     assert run_script(*args).returncode == 0
@@ -605,7 +596,7 @@ def test_a_complete_run_says_so(corpus, tmp_path):
     assert listing(tmp_path) == before
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_the_whole_command_leaves_with_status_2(tmp_path):
     done = run_script(SCRIPT, "-s", 1000, "--save-dir", tmp_path)
     assert done.returncode == 2 and "Traceback" not in done.stderr
@@ -661,7 +652,7 @@ def test_a_folder_that_the_nodes_do_not_share(corpus, tmp_path):
     assert parts == {("0", "__0_0.distcp"), ("1", "__1_0.distcp")}, "neither folder has all"
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_data_that_is_not_the_same_on_all_nodes(corpus, tmp_path):
     """The planted bug does not compare: each rank trains on another text, and nobody notices."""
     args = ("-d", "corpus.json", "--save-dir", tmp_path / "outputs")

@@ -15,14 +15,20 @@ from pathlib import Path
 import pytest
 import safetensors
 import torch
-from conftest import ROOT, first_then_slow, quick, read_metrics
+from helpers import (
+    ROOT,
+    environment,
+    first_then_nightly,
+    listing,
+    read_metrics,
+    run_on_nodes,
+    say_it_soon,
+)
 from runner import Ranks, finish, start
 from safetensors.torch import load_file, save_file
-from test_bad_input import listing
-from test_hsdp import run_on_nodes
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from common import cli, distributed, models
+from common import distributed, models
 from common.cli import InputError
 
 CHAPTER = "04-fsdp"
@@ -176,7 +182,7 @@ def shares(weights: dict[str, torch.Tensor], world_size: int) -> list[int]:
 
 @pytest.mark.parametrize(
     ("model", "world_size"),
-    first_then_slow(
+    first_then_nightly(
         [
             *(("gpt2", 2), ("gpt2", 1), ("gpt2", 3), ("llama", 2), ("llama", 3)),
             *(("gpt2-old", 2), ("gpt2-float16", 3), ("llama-bfloat16", 2)),
@@ -203,7 +209,7 @@ def test_weights_of_its_own_make_a_difference(hub):
     assert scratch[0] != pytest.approx(hub.losses("gpt2")[0][0], rel=1e-4)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_planted_rank_that_reads_all(hub, tmp_path):
     """Two ranks read the model twice. Nobody keeps a part of it, so the training may diverge."""
     bug = {"plant": read_whole_tensors, "statuses": (0, 2)}
@@ -213,11 +219,6 @@ def test_planted_rank_that_reads_all(hub, tmp_path):
 
 
 # --- bad input ---
-
-
-def say_it_soon() -> None:
-    """Nobody ends the other ranks here when rank 0 has spoken: they speak too, without a wait."""
-    cli.HEAD_START_S = 0.5
 
 
 def little_memory() -> None:
@@ -256,13 +257,13 @@ def refuse(hub, tmp_path) -> Callable[..., str]:
     return run
 
 
-@pytest.mark.parametrize("local_ranks", [(0,), pytest.param((0, 1), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("local_ranks", [(0,), pytest.param((0, 1), marks=pytest.mark.ci)])
 def test_hsdp_on_one_node(refuse, local_ranks):
     sentence = refuse("--hsdp", local_ranks=local_ranks)
     assert sentence == "--hsdp replicates over nodes and there is one: leave it out."
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_hsdp_on_nodes_of_different_size(refuse):
     sentence = refuse("--hsdp", local_ranks=(0, 1, 0))
     assert sentence == (
@@ -310,7 +311,7 @@ def test_weights_whose_index_names_a_file_that_is_missing(refuse, broken):
     )
 
 
-@pytest.mark.parametrize("text", first_then_slow(["", "[]", "{}", '{"weight_map": 3}']))
+@pytest.mark.parametrize("text", first_then_nightly(["", "[]", "{}", '{"weight_map": 3}']))
 def test_weights_with_a_damaged_index(broken, text):
     """The index is not needed: each file says which tensors it has."""
     (broken / INDEX).write_text(text)
@@ -371,7 +372,7 @@ def test_weights_of_the_hub_out_of_reach(monkeypatch):
 
 
 @pytest.mark.parametrize(
-    "size", first_then_slow([-1, 0, 5, 300]), ids=["last byte", "empty", "no header", "header"]
+    "size", first_then_nightly([-1, 0, 5, 300]), ids=["last byte", "empty", "no header", "header"]
 )
 def test_weights_in_a_truncated_file(refuse, broken, size):
     path = broken / file_of(broken, EMBEDDING)
@@ -391,7 +392,7 @@ def test_unknown_choice(refuse):
     assert "argument --activation-checkpointing: invalid choice: 'some' (choose from" in sentence
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_zero1_is_accepted(hub):
     stderr = hub.folder / "zero1.stderr"
     options = {"chapter": CHAPTER, "stderr_file": [str(stderr), os.devnull]}
@@ -399,13 +400,13 @@ def test_zero1_is_accepted(hub):
     assert len(losses(hub.folder / "zero1")[0]) == 4
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_under_the_launch_file_rank_0_alone_speaks(hub, tmp_path):
     """torchrun ends the other rank; its own status is 1."""
     words = ["bash", ROOT / CHAPTER / "launch.sh", *hub.flags("gpt2", "launched"), "--hsdp"]
     done = subprocess.run(
         [str(word) for word in words],
-        env=quick(NPROC_PER_NODE=2),
+        env=environment(NPROC_PER_NODE=2),
         capture_output=True,
         text=True,
         timeout=600,

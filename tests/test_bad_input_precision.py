@@ -12,13 +12,9 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from conftest import ROOT, first_then_slow, load_script, quick
-from runner import Ranks
-from test_bad_input import listing
-from test_bad_input_fsdp import say_it_soon
-from test_parity import plant
+from helpers import ROOT, environment, first_then_nightly, listing, plant, say_it_soon
+from runner import Ranks, load_script
 
-sys.path.append(str(ROOT / "05-mixed-precision"))
 import precision
 
 CHAPTER = "05-mixed-precision"
@@ -87,7 +83,7 @@ CANNOT = (
 
 @pytest.mark.parametrize(
     ("args", "name", "dtype"),
-    first_then_slow(
+    first_then_nightly(
         [
             ((), "bf16", torch.bfloat16),
             (("--precision", "bf16"), "bf16", torch.bfloat16),
@@ -183,13 +179,13 @@ def test_unknown_precision(monkeypatch, capsys):
     assert "argument --precision: invalid choice: 'int8' (choose from" in said
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_under_the_launch_file_rank_0_alone_speaks(flags, tmp_path):
     """torchrun ends the other rank; its own status is 1."""
     words = ["bash", ROOT / CHAPTER / "launch.sh", *flags, "--precision", "fp8"]
     done = subprocess.run(
         [str(word) for word in words],
-        env=quick(NPROC_PER_NODE=2),
+        env=environment(NPROC_PER_NODE=2),
         capture_output=True,
         text=True,
         timeout=600,

@@ -20,7 +20,8 @@ from itertools import chain, pairwise, product
 from pathlib import Path
 
 import pytest
-from conftest import CHAPTERS, ROOT, load_script
+from helpers import CHAPTERS, ROOT
+from runner import load_script
 
 pytestmark = pytest.mark.check
 

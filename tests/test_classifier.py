@@ -22,9 +22,9 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ROOT, TORCHRUN, free_port, load_script, quick, read_metrics, run_script
 from datasets import ClassLabel, Dataset, Features, Value
-from runner import ask_ranks, place_of
+from helpers import ROOT, TORCHRUN, environment, free_port, read_metrics, run_script
+from runner import ask_ranks, load_script, place_of
 from safetensors.torch import load_file
 from sklearn.feature_extraction.text import TfidfVectorizer
 from sklearn.linear_model import LogisticRegression
@@ -250,7 +250,7 @@ def test_the_model_beats_the_largest_class(runs):
     assert report["this model"]["accuracy"] > 1.3 * report["largest class"]["accuracy"]
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_built_in_default_beats_the_largest_class(tmp_path):
     done = run_script(
         *(*TORCHRUN, 2, SCRIPT, "--num-epochs", 2, "--save-dir", tmp_path, "-e", "run"), timeout=900
@@ -695,7 +695,7 @@ def test_bad_names_and_prompts(tmp_path):
             encode(splits, classes, tokenizer, 32, prompt)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_a_run_is_not_overwritten_and_a_preset_has_no_weights(runs):
     args = (SCRIPT, *ARGS, "-d", runs.folder / "data", "--save-dir", runs.folder)
     before = (runs.folder / "linear-1/metrics.jsonl").read_bytes()
@@ -778,12 +778,12 @@ def test_what_the_old_launcher_adds_is_refused(monkeypatch, capsys):
     assert "unrecognized arguments: --local-rank=0" in capsys.readouterr().err
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_launch_file_works_from_anywhere(runs, tmp_path):
     command = ["bash", str(ROOT / "02-ddp/launch_classifier.sh"), "--model-name", "gpt2-tiny"]
     command += ["--num-epochs", "1", "--batch-size", "4", "-d", str(runs.folder / "data")]
     command += ["--save-dir", str(tmp_path), "-e", "run"]
-    done = subprocess.run(command, cwd=tmp_path, env=quick(), capture_output=True, text=True)
+    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert read_metrics(tmp_path / "run")[-1]["step"] == 3
     assert "largest class" in done.stdout + done.stderr

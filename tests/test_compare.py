@@ -10,10 +10,9 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, run_script
+from helpers import LENGTH, ROOT, Ladder, Run, patch, run_script
 from runner import server_context
-from test_autocast import ALONE, DDP, FSDP, patch
-from test_parity import LENGTH, Ladder, Run
+from test_autocast import ALONE, DDP, FSDP
 
 from common import distributed, timers
 
@@ -163,20 +162,20 @@ def assert_same(found: list[float], right: list[float], precision: str) -> None:
     assert same, "the losses differ"
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("name", [*SAME, *AUTOCAST])
 def test_a_row_is_the_training_of_a_chapter(found, right, name):
     assert_same(found[name], right[name], name.split(":")[1])
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("name", FP16)
 def test_a_row_in_fp16_is_the_training_of_a_chapter(comparisons, name):
     found, right = comparisons.losses(name)[name], comparisons.right([name])[name]
     assert_same(found, right, "fp16")
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize(("replaced", "name"), PLANTED.values(), ids=PLANTED)
 def test_planted_bug_is_noticed(comparisons, right, replaced, name):
     found = comparisons.losses(name, replaced=replaced)[name]
@@ -195,7 +194,7 @@ FAILURES = """import os, time
         time.sleep(1)"""
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_a_row_that_fails_does_not_end_the_others(comparisons):
     rows = comparisons.run(
         *("--only", "single:bf16", "ddp:fp32", "zero1:fp32", "fsdp:fp32", "--seeds", 0, 1),
@@ -212,7 +211,7 @@ def test_a_row_that_fails_does_not_end_the_others(comparisons):
     assert not any(rows[name]["runs"] for name in list(rows)[:3])
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_rows_are_added_to_a_result(comparisons, capsys):
     file = comparisons.folder / "result.json"
     few = ("--steps", 10, "--speed-steps", 10, "--output", file)
@@ -325,7 +324,7 @@ def test_the_figures_are_those_of_the_result(compare, tmp_path, result, shown):
 # --- as a reader starts it ---
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_as_a_reader_runs_it(tmp_path):
     done = run_script(
         *("05-mixed-precision/compare.py", "--output", tmp_path / "new" / "result.json"),

@@ -26,7 +26,7 @@ import pyarrow.parquet
 import pytest
 import torch
 import tqdm
-from conftest import ROOT, read_metrics
+from helpers import ROOT, read_metrics
 from runner import ask_ranks, finish, load_script, server_context
 from runner import start as start_run
 from tokenizers import Tokenizer
@@ -908,12 +908,12 @@ def check_huge_file(folder: Path, planted: bool = False) -> None:
     assert found["growth"] < 1.25 * 2**30, "too much memory"
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_two_hundred_billion_tokens(tmp_path):
     check_huge_file(tmp_path)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_planted_order_in_int64(tmp_path):
     with pytest.raises(AssertionError, match="too much memory"):
         check_huge_file(tmp_path, planted=True)

@@ -2,21 +2,18 @@
 
 import os
 import statistics
-import sys
 import time
 from pathlib import Path
 
+import data_loading
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, read_metrics
+from helpers import read_metrics
 from runner import finish, start
 from torch.utils.data import DataLoader
 
 from common.data import Sequences
-
-sys.path.append(str(ROOT / "tests/benchmarks"))
-import data_loading
 
 ITEM_MS, SEQUENCES = 20, 6  # 120 ms a step, in one process
 

@@ -10,10 +10,8 @@ import sys
 import pytest
 import torch
 import torch.distributed.checkpoint
-from conftest import ROOT, first_then_slow
+from helpers import ROOT, first_then_nightly, make_flags, plant
 from runner import load_script
-from test_parity import plant
-from test_resume import make_flags
 from transformers import set_seed
 
 from common.checkpoint import save_load
@@ -95,7 +93,7 @@ def test_a_restored_run_goes_on_to_the_last_bit(run, tmp_path):
     assert run("resumed") == straight
 
 
-@pytest.mark.parametrize("what", first_then_slow(["rng", "moments", "schedule"]))
+@pytest.mark.parametrize("what", first_then_nightly(["rng", "moments", "schedule"]))
 def test_what_is_not_restored_is_seen(run, tmp_path, monkeypatch, capsys, what):
     straight = run("straight")
     run("resumed")

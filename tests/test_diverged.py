@@ -6,10 +6,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import random_texts, read_metrics
+from helpers import newest_step, plant, random_texts, read_metrics
 from runner import Ranks, finish, start
-from test_parity import plant
-from test_resume_ranks import newest_step
 from torch import nn
 
 from common.data import Sequences
@@ -102,7 +100,7 @@ def test_stops(tmp_path, case):
     assert_stopped(tmp_path, statuses, noticed, kept)
 
 
-@pytest.mark.planted
+@pytest.mark.nightly
 @pytest.mark.parametrize("bug", BUGS)
 def test_planted_bug_is_noticed(tmp_path, bug):
     case, wrong = BUGS[bug]
@@ -167,7 +165,7 @@ def assert_collected(noted: Path) -> None:
     assert max(searched[1:]) < HEAP, f"the objects that were searched are {searched}"
 
 
-@pytest.mark.planted
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("line", "wrong", "red"),
     [

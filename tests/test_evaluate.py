@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ROOT, first_then_slow, load_script, random_texts, read_metrics
-from runner import ask_ranks, finish, place_of, start
+from helpers import ROOT, first_then_nightly, random_texts, read_metrics
+from runner import ask_ranks, finish, load_script, place_of, start
 from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.models import WordLevel
 from torch.distributed import TCPStore
@@ -114,7 +114,7 @@ def score_the_overlap_twice(script) -> None:
     script.find_windows = wrong
 
 
-@pytest.mark.parametrize("stride", first_then_slow([1, 5, 31]))
+@pytest.mark.parametrize("stride", first_then_nightly([1, 5, 31]))
 def test_each_token_has_its_context_and_counts_once(stride, evaluate, saved):
     trained = load_trained(str(saved / "gpt2"), None, None, None)
     tokens = tokens_of(saved, "evaluation")
@@ -206,7 +206,7 @@ def evaluate_ranks(rank: int, jobs: list[tuple], world_size: int, queue) -> None
     queue.put((rank, len(jobs)))
 
 
-@pytest.mark.parametrize("world_size", first_then_slow([2, 3]))
+@pytest.mark.parametrize("world_size", first_then_nightly([2, 3]))
 def test_ranks_give_the_same_number(world_size, evaluate, saved, tmp_path):
     expected = evaluate("gpt2", "--stride", 20)
     stores, jobs, outputs = [], [], []

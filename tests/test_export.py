@@ -12,8 +12,8 @@ import pytest
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from conftest import CHAPTERS, ROOT, first_then_slow, float32, load_script, read_metrics, run_script
-from runner import Ranks, finish, server_context, start
+from helpers import CHAPTERS, ROOT, first_then_nightly, float32, read_metrics, run_script
+from runner import Ranks, finish, load_script, server_context, start
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
@@ -206,7 +206,7 @@ def test_tied_weights_stand_there_once(runs, export, tmp_path):
         assert all(torch.equal(weights[name], usual.pop(name)) for name in weights) and not usual
 
 
-@pytest.mark.parametrize("chapter", first_then_slow(CHAPTERS))
+@pytest.mark.parametrize("chapter", first_then_nightly(CHAPTERS))
 def test_training_goes_on_from_the_folder(chapter, runs, export, tmp_path):
     """A step at rate 0 changes no weight, so its evaluation is that of the folder."""
     folder = tmp_path / "model"
@@ -435,7 +435,7 @@ def test_a_kill_leaves_nothing_under_the_name(runs, export, tmp_path):
     compare(target, read_run(runs / "gpt2", "gpt2-tiny", 4))
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_as_a_reader_starts_it(runs, tmp_path):
     done = run_script("04-fsdp/export.py", runs / "gpt2", tmp_path / "deep/er/model")
     assert done.returncode == 0 and not done.stderr

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 import torch
-from conftest import ROOT, read_metrics, run_script
+from helpers import ROOT, read_metrics, run_script
 from runner import load_script
 
 LAB = "03-multi-node/fault_lab.py"
@@ -71,7 +71,7 @@ def test_crash(lab):
     assert "0| The other ranks are gone or out of reach (" in text
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_skipped_collective(lab):
     text = lab("skipped-collective")["skipped-collective"]
     (hangs, checked) = ends(text)
@@ -102,7 +102,7 @@ def test_skipped_collective(lab):
     assert re.search(r"but Rank 1 is running collective: [^,]*OpType=ALLGATHER_COALESCED", text)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_detail_checks_no_ddp_on_gloo(tmp_path):
     """Why the lab gives DDP a group of its own: else torch ends with SIGSEGV, so the page says."""
     if not torch.__version__.startswith("2.13."):
@@ -117,7 +117,7 @@ def test_detail_checks_no_ddp_on_gloo(tmp_path):
     assert run_script(script, TORCH_DISTRIBUTED_DEBUG="DETAIL").returncode == -11
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_shapes(lab):
     text = lab("shapes")["shapes"]
     aborts, wrong, hangs, checked = (status for status in ends(text))
@@ -131,7 +131,7 @@ def test_shapes(lab):
     assert "Tensor shapes: 4vs 3" in text, "DETAIL"
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_slow_rank(lab):
     text = lab("slow-rank")["slow-rank"]
     assert ends(text)[0][0] == 0, "nothing fails"
@@ -141,7 +141,7 @@ def test_slow_rank(lab):
     assert set(re.search(r"slowest rank of each step is ([\d ]+)", text)[1].split()) == {"1"}
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_uneven(lab):
     text = lab("uneven")["uneven"]
     (hangs, named) = ends(text)
@@ -159,7 +159,7 @@ def losses(text: str) -> dict[int, tuple[str, str]]:
     return {int(n): (a, b) for n, a, b in re.findall(r"^step +(\d+)  (\S+)  (\S+)$", text, re.M)}
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_seed(lab):
     """Nothing fails. The weights are rank 0's on all ranks; the samples are not all taken."""
     text = lab(*ORDER)["seed"]
@@ -171,7 +171,7 @@ def test_seed(lab):
     assert all(right != wrong for right, wrong in losses(text).values()), "from the first step on"
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_set_epoch(lab):
     """Nothing fails. The first epoch is right, the second repeats it."""
     text = lab(*ORDER)["set-epoch"]
@@ -182,7 +182,7 @@ def test_set_epoch(lab):
     assert same == {1: True, 2: True, 11: True, 12: True, 13: False, 14: False}
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_no_route(lab):
     text = lab("no-route")["no-route"]
     (interface, nowhere) = ends(text)
@@ -195,7 +195,7 @@ def test_no_route(lab):
     assert re.search(r"^(no answer within 2 s: |the connection )", text, re.MULTILINE)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_lost_node(lab):
     """The other node fails soon after the kill. Both start again and no step is lost."""
     text = lab("lost-node", fixed=True)["lost-node"]
@@ -210,7 +210,7 @@ def test_lost_node(lab):
     assert [line["step"] for line in read_metrics(folder / "run")] == list(range(1, 61))
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux keeps the limit")
 def test_out_of_memory(lab, train):
     """Refused memory has a message, a kill has none. Smaller micro-batches: the same training."""
@@ -233,7 +233,7 @@ def test_out_of_memory(lab, train):
 # --- fixed ---
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("fault", SAME_SCRIPT)
 def test_the_unchanged_script_is_the_fix(lab, fault):
     text = lab(*SAME_SCRIPT, fixed=True)[fault]
@@ -242,7 +242,7 @@ def test_the_unchanged_script_is_the_fix(lab, fault):
         assert int(re.search(r"longest wait is (\d+) of", text)[1]) < 300
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_fixed_order(lab):
     texts = lab(*ORDER, fixed=True)
     for text in texts.values():
@@ -251,7 +251,7 @@ def test_fixed_order(lab):
         assert taken[0][2] != taken[1][2]
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_fixed_shapes_and_uneven(lab):
     texts = lab("shapes", "uneven", fixed=True)
     assert texts["shapes"].count("[2.0, 2.0, 2.0, 1.0]") == 2
@@ -260,7 +260,7 @@ def test_fixed_shapes_and_uneven(lab):
     assert texts["uneven"].count("| rank 1: the epoch is over") == 2
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_fixed_no_route(lab):
     text = lab("no-route", fixed=True)["no-route"]
     assert [status for status, _ in ends(text)] == [0] and "step 14/14 | loss" in text
@@ -322,14 +322,14 @@ def call(tmp_path, monkeypatch, capsys):
     return run
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_planted_fix_that_does_not_help_is_noticed(call, monkeypatch):
     monkeypatch.setattr(fault_lab.shapes, "PADDED", "")
     status, text = call("shapes", "--fixed", "--dist-timeout", 2)
     assert status == 1 and "NOT AS EXPECTED: both ranks should have the complete sum" in text
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_planted_fault_that_does_not_happen_is_noticed(call, monkeypatch):
     """The training reaches its end."""
     monkeypatch.setattr(fault_lab.crash, "CRASH", " import sys\n+import json\n")
@@ -346,7 +346,7 @@ def test_list_has_every_fault():
         assert f"fault_lab.py {fault}\n" in page, "the page has a section on each"
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_bad_input(tmp_path):
     done = run_script(LAB, "flood")
     assert done.returncode == 2
@@ -357,7 +357,7 @@ def test_bad_input(tmp_path):
     assert (tmp_path / "file").read_text() == "mine"
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_nothing_is_overwritten(call, tmp_path):
     (tmp_path / "shapes-1").mkdir()
     (tmp_path / "shapes-1/mine").write_text("mine")

@@ -5,16 +5,13 @@ A rule takes an SVG file and returns complaints; below it, planted faults make i
 
 import functools
 import re
-import sys
 import xml.etree.ElementTree as ElementTree
 from importlib.metadata import version
 from pathlib import Path
 
-import pytest
-from conftest import ROOT
-
-sys.path.append(str(ROOT / "tests/benchmarks"))
 import figures
+import pytest
+from helpers import ROOT
 
 # One worker draws the figures once for all tests.
 pytestmark = [pytest.mark.check, pytest.mark.xdist_group("figures")]

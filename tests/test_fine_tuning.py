@@ -9,21 +9,27 @@ import subprocess
 import sys
 from pathlib import Path
 
+import packing
 import pyarrow as pa
 import pyarrow.parquet
 import pytest
 import torch
-from conftest import CHAPTERS, ROOT, first_then_slow, float32, load_script, read_metrics
-from runner import finish, start
-from test_parity import Ladder, Run, assert_parity
+from helpers import (
+    CHAPTERS,
+    ROOT,
+    Ladder,
+    Run,
+    assert_parity,
+    first_then_nightly,
+    float32,
+    read_metrics,
+)
+from runner import finish, load_script, start
 from transformers import AutoModelForCausalLM, DataCollatorForLanguageModeling
 
 from common import distributed, models
 from common.data import load_sequences
 from common.data.sources import is_held_out
-
-sys.path.append(str(ROOT / "tests/benchmarks"))
-import packing
 
 RECORDED = ROOT / "01-single-gpu/recorded"
 RESULTS = ROOT / "tests/benchmarks/results/packing.json"
@@ -76,7 +82,7 @@ def fine_tuning(request, make_folder) -> FineTuning:
     return FineTuning(make_folder("tuned"), places)
 
 
-@pytest.mark.parametrize(("chapter", "world_size"), first_then_slow(PLACES))
+@pytest.mark.parametrize(("chapter", "world_size"), first_then_nightly(PLACES))
 def test_same_losses_from_the_same_weights(fine_tuning, chapter, world_size):
     ladder = fine_tuning.ladder
     found = ladder.run(fine_tuning.runs[chapter, world_size])
@@ -255,12 +261,12 @@ def check_labels(found: dict[str, dict[str, float]]) -> None:
     assert right["shown_loss"] > 0.8 * right["text_loss"]
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_what_wrong_labels_do(labelled):
     check_labels(labelled)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("swapped", [(0, 1), (0, 2), (1, 2)])
 def test_planted_labels_are_noticed(labelled, swapped):
     names = list(packing.LABELS)

@@ -12,9 +12,8 @@ import pytest
 import torch
 import torch.distributed.fsdp as fsdp
 import torch.utils.checkpoint
-from conftest import CHAPTERS, ROOT, first_then_slow
+from helpers import CHAPTERS, ROOT, first_then_nightly, plant
 from runner import Ranks
-from test_parity import plant
 from torch.distributed.fsdp import FSDPModule
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader
@@ -358,7 +357,7 @@ def moments_of_ranks(chapter: str, corpus: Path, tmp_path: Path, *args: object) 
     return [int((tmp_path / str(rank)).read_text()) for rank in range(2)]
 
 
-@pytest.mark.parametrize("chapter", first_then_slow(WITH_ZERO1))
+@pytest.mark.parametrize("chapter", first_then_nightly(WITH_ZERO1))
 def test_each_rank_has_its_share_of_the_moments(chapter, corpus, tmp_path):
     moments = moments_of_ranks(chapter, corpus, tmp_path, "--zero1")
     assert max(moments) < 0.6 * sum(moments)

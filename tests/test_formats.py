@@ -19,7 +19,7 @@ import matplotlib
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ROOT, read_metrics, run_script
+from helpers import ROOT, read_metrics, run_script
 from runner import ask_ranks, load_script
 from transformers import AutoModelForCausalLM
 
@@ -212,7 +212,7 @@ def test_gloo_adds_as_the_simulated_ring_does(tmp_path, bug):
         assert all(row["as_ring"] for row in answer.values()) == (not bug)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_errors_of_sums_are_those_of_the_results(tmp_path):
     results = json.loads((RESULTS / "reduction.json").read_text())["results"]
     script = load("reduction", tmp_path)
@@ -393,7 +393,7 @@ def test_gradients_that_float16_loses(tmp_path):
     check_lost(load("loss_scaling", tmp_path))
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_recorded_loss_scaling(say):
     lines, (status, now, _) = recorded("loss_scaling"), say("loss_scaling")
     assert status == 0
@@ -432,7 +432,7 @@ def test_recorded_overflow():
         check_scales(text.replace("grad norm inf", "grad norm 1.0", 1))
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_the_chapter_s_script_with_a_scale_too_high(tmp_path, corpus):
     """Skipped steps change no weight; the first that is taken does."""
     script, options = (
@@ -593,7 +593,7 @@ def test_the_recorded_stall():
         assert f"loss {run[0]['loss']:.4f}" in "".join(recorded(f"bf16_stall_{name}"))
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_the_chapter_s_script_with_random_rounding(tmp_path, corpus):
     """The first step changes more weights than rounding to nearest lets through: 10%."""
     options = ("-s", 16, "-b", 1, "--global-batch-size", 1, "-d", corpus, "--save-dir", tmp_path)

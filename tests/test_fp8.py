@@ -16,19 +16,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, random_texts, read_metrics
+from helpers import ROOT, assert_same_tensors, go_back_to, random_texts, read_metrics, tensors
 from runner import Series, ask_ranks
-from test_resume import assert_same_tensors
-from test_resume_ranks import go_back_to, tensors
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
+import precision
 from common import models
 from common.cli import InputError
-
-sys.path.append(str(ROOT / "05-mixed-precision"))
-import precision
 
 TORCHAO = ROOT / ".venv/torchao"
 CHAPTER = "05-mixed-precision"
@@ -249,18 +245,18 @@ def assert_near_but_other(found: list[float], right: list[float]) -> None:
     assert all(one != other for one, other in zip(found, right, strict=True)), "it is bfloat16"
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_trains_like_bfloat16(trained):
     assert_near_but_other(trained.losses("fp8"), trained.losses("bf16"))
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_planted_layers_as_they_were_are_noticed(trained):
     with pytest.raises(AssertionError, match="it is bfloat16"):
         assert_near_but_other(trained.losses("bug"), trained.losses("bf16"))
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_checkpoints_have_the_names_and_types_of_others(trained):
     """float32, under the names that every chapter knows."""
     kinds = [
@@ -271,13 +267,13 @@ def test_checkpoints_have_the_names_and_types_of_others(trained):
     assert {dtype for dtype, _ in kinds[0].values()} == {torch.float32}
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("way", ["full", "selective"])
 def test_recomputed_activations_change_nothing(trained, way):
     assert trained.losses(way) == trained.losses("fp8")
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("chapter", LATER)
 def test_goes_on_in_another_chapter(trained, chapter):
     """In float32 the losses are others, if near; with fp8 they are the same bit by bit."""
@@ -314,7 +310,7 @@ def compile_block(rank: int, name: str, queue) -> None:
     queue.put((rank, (distances, gradients)))
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_compiles():
     ((distances, gradients),) = ask_ranks(1, compile_block, "gpt2-tiny", timeout=900)
     # Fused, a block rounds fewer times: some numbers come to the other side of a step of fp8. But

@@ -13,18 +13,18 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import first_then_slow
-from runner import ask_ranks
-from test_parity import (
-    BUGS,
+from helpers import (
     Ladder,
     Run,
     assert_chapter_1,
     assert_noticed,
+    first_then_nightly,
     planted,
     selected_runs,
     without_kernels,
 )
+from runner import ask_ranks
+from test_parity import BUGS
 from torch.distributed.fsdp import fully_shard
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -74,7 +74,7 @@ def runs_with_options() -> list[object]:
                 *(CHAPTER, 2, (*model, *options(*names))),
                 note=without_kernels if "compile" in names else None,
             ),
-            marks=[] if names in alone[:2] else [pytest.mark.slow],
+            marks=[] if names in alone[:2] else [pytest.mark.ci],
             id="+".join([*model[1:], *names]),
         )
         for model, names in cases
@@ -242,8 +242,8 @@ def calls(ladder: Ladder, run: Run, rank: int = 1) -> dict:
 
 def named(cases: list[tuple], *quick: str) -> list[object]:
     """Return the parameters of cases that begin with their names; all but `quick` are slow."""
-    marks = {name: [] if name in quick else [pytest.mark.slow] for name, *_ in cases}
-    marks |= {name: pytest.mark.planted for name in marks if name.startswith("bug: ")}
+    marks = {name: [] if name in quick else [pytest.mark.ci] for name, *_ in cases}
+    marks |= {name: pytest.mark.nightly for name in marks if name.startswith("bug: ")}
     return [pytest.param(*values, marks=marks[name], id=name) for name, *values in cases]
 
 
@@ -333,7 +333,7 @@ def assert_sharded(ladder: Ladder, run: Run) -> None:
 
 
 @pytest.mark.parametrize(
-    "run", first_then_slow([noted("-b", 24), noted("-b", 24, world_size=3)]), ids=["2", "3"]
+    "run", first_then_nightly([noted("-b", 24), noted("-b", 24, world_size=3)]), ids=["2", "3"]
 )
 def test_each_rank_holds_its_part(ladder, run):
     assert_sharded(ladder, run)
@@ -345,7 +345,7 @@ WHOLE = [
 ]
 
 
-@pytest.mark.planted
+@pytest.mark.nightly
 @pytest.mark.parametrize(("red", "run"), named(WHOLE, "replicated", "built by all"))
 def test_a_rank_that_holds_more_is_noticed(ladder, red, run):
     with pytest.raises(AssertionError, match=f"^{red}"):
@@ -386,7 +386,7 @@ def test_a_rank_whose_sample_is_complete_gathers_weights_for_the_others(tmp_path
     assert ask_ranks(2, sample_on_a_rank, str(tmp_path), True) == [8, 8]
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_planted_ranks_that_stop_sampling_alone_are_noticed(tmp_path):
     answers = ask_ranks(2, sample_on_a_rank, str(tmp_path), False)
     assert any(isinstance(answer, str) for answer in answers), answers

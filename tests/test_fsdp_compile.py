@@ -4,7 +4,7 @@ import functools
 
 import pytest
 import torch
-from test_parity import plant
+from helpers import plant
 
 from common.distributed import SINGLE_PROCESS
 
@@ -31,13 +31,13 @@ def graphs(train, monkeypatch, chapter: str, mode: str) -> int:
     return torch._dynamo.utils.counters["stats"]["unique_graphs"]
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("mode", ["none", "selective", "full"])
 def test_blocks_and_the_loss_are_compiled(train, monkeypatch, mode):
     assert graphs(train, monkeypatch, "04-fsdp", mode) == 4
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("planted", "left"),
     [([WITH_HOOKS], 2), ([LOSS], 2), ([WITH_HOOKS, LOSS], 0)],

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, first_then_slow, load_script, random_texts
-from runner import finish, start
+from helpers import ROOT, first_then_nightly, random_texts
+from runner import finish, load_script, start
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import (
@@ -113,7 +113,7 @@ def likeliest(name: str, prompt: str, count: int) -> str:
     return tokenizer.decode(ids, skip_special_tokens=True)
 
 
-@pytest.mark.parametrize("name", first_then_slow(NAMES))
+@pytest.mark.parametrize("name", first_then_nightly(NAMES))
 def test_greedy_texts_are_those_of_the_model(name, ask, saved):
     """Many prompts padded to one length, with the cache, against one at a time without either."""
     facts = ask(name, "--prompts", saved / "prompts.txt", "--temperature", 0)
@@ -182,7 +182,7 @@ def attention_of_training(script) -> None:
     PreTrainedModel.set_attn_implementation = lambda self, name: None
 
 
-@pytest.mark.parametrize("name", first_then_slow(NAMES))
+@pytest.mark.parametrize("name", first_then_nightly(NAMES))
 def test_a_batch_gives_the_texts_of_one_at_a_time(name, ask, saved, monkeypatch):
     args = (name, "--prompts", saved / "prompts.txt", "--temperature", 0)
     args += ("--repetition-penalty", 1.5)
@@ -197,7 +197,7 @@ def test_a_batch_gives_the_texts_of_one_at_a_time(name, ask, saved, monkeypatch)
         assert ask(*args, "-b", 5, plant=plant) != single, plant
 
 
-@pytest.mark.parametrize("name", first_then_slow(NAMES))
+@pytest.mark.parametrize("name", first_then_nightly(NAMES))
 def test_padding_is_no_text_for_the_penalty(name, ask, saved, monkeypatch):
     """Also where it counts all ids of a row, as that of transformers 5.17 does."""
     args = (name, "--prompts", saved / "prompts.txt", "--temperature", 0)
@@ -246,7 +246,7 @@ def test_the_seed_decides(ask):
     assert ask(*args, "--seed", 4) != texts
 
 
-@pytest.mark.parametrize("name", first_then_slow(NAMES))
+@pytest.mark.parametrize("name", first_then_nightly(NAMES))
 def test_a_run_and_its_folder_write_the_same(name, ask):
     for args in SAMPLINGS.values():
         assert ask(name, "-p", "def", *args) == ask(f"{name}-folder", "-p", "def", *args)
@@ -429,7 +429,7 @@ def test_several_texts_have_titles(generate, saved):
     assert out.startswith("--- sample 1 of 'def'\ndef") and "\n--- sample 2 of 'def'\ndef" in out
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_as_a_reader_starts_it(saved, tmp_path):
     """In a pipe whose reader stops early, and with bytes that are no text."""
     command = f"printf 'def\\nStra\\337e\\n%0100d\\n' 1 | {sys.executable} {SCRIPT} "

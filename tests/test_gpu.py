@@ -12,14 +12,26 @@ from itertools import product
 
 import pytest
 import torch
-from conftest import CHAPTERS, ROOT, TORCHRUN, free_port, read_metrics, run_script
+from helpers import (
+    CHAPTERS,
+    ROOT,
+    STEPS,
+    TORCHRUN,
+    Ladder,
+    Run,
+    assert_same_tensors,
+    children,
+    free_port,
+    full,
+    plant,
+    read_metrics,
+    run_script,
+    selected_runs,
+    tensors,
+)
 from runner import Series
 from test_async_checkpoint import not_copied
 from test_fsdp import OPTIONS
-from test_parity import STEPS, Ladder, Run, plant, selected_runs
-from test_portable import full
-from test_resume import assert_same_tensors
-from test_resume_ranks import children, tensors
 from torch.distributed._state_dict_utils import _copy_state_dict, _create_cpu_state_dict
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves, tree_map

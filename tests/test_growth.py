@@ -6,15 +6,13 @@ import sys
 from dataclasses import replace
 from xml.etree import ElementTree
 
-import matplotlib
-import pytest
-from conftest import ROOT, run_script
-from runner import load_script
-
-sys.path.append(str(ROOT / "tests/benchmarks"))
 import growth_chart
 import growth_check
+import matplotlib
+import pytest
 import report
+from helpers import ROOT, run_script
+from runner import load_script
 
 growth = growth_check.growth
 RING, TREE = growth.HOPS["ring"], growth.HOPS["tree"]
@@ -247,7 +245,7 @@ def test_what_the_page_says_of_the_check():
     assert all(-0.07 < each["ideal_ms"] < 0.02 for each in off.values())
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_script_prints_what_the_file_has():
     out = run_script("05-mixed-precision/growth.py").stdout
     found = report.content(ROOT / report.result("growth"))["paper"]

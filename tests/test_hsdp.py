@@ -12,38 +12,23 @@ from pathlib import Path
 
 import pytest
 from cluster import PATIENCE_S
-from conftest import ROOT, first_then_slow, free_port, quick
+from helpers import (
+    ROOT,
+    TWO_BY_TWO,
+    Ladder,
+    assert_parity,
+    environment,
+    first_then_nightly,
+    free_port,
+    plant,
+    run_on_nodes,
+)
+from jobs import NODES, PAUSE, Lab, note_samples
 from runner import finish, start
-from test_multi_node import NODES, PAUSE, Lab, note_samples
-from test_parity import Ladder, assert_parity, plant
 from torch.distributed.checkpoint import FileSystemReader
 
 CHAPTER = "04-fsdp"
 JOB = "04-fsdp/job.sbatch"
-TWO_BY_TWO = (0, 1, 0, 1)  # the local rank of each rank
-
-
-def run_on_nodes(
-    local_ranks: tuple[int, ...],
-    args: list[object],
-    env=(),
-    timeout: float = PATIENCE_S,
-    **options: object,
-) -> list[int]:
-    """Train in a process for each local rank, of which each 0 begins a node; return the statuses.
-
-    options as for Ranks.
-    """
-    address = {"MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}
-    places = [
-        {**address, "WORLD_SIZE": len(local_ranks), "RANK": rank, "LOCAL_RANK": local_rank}
-        for rank, local_rank in enumerate(local_ranks)
-    ]
-    processes = []
-    for rank, place in enumerate(places):
-        own = {key: v[rank] if isinstance(v, list) else v for key, v in options.items()}
-        processes.append(start(args, env={**place, **dict(env)}, **own))
-    return [finish(process, timeout) for process in processes]
 
 
 def read_layout(run_dir: Path) -> dict[str, list[tuple[int, list[int], int]]]:
@@ -106,9 +91,9 @@ def alone(ladder: Ladder) -> str:
     return ladder.alone("-m", "gpt2-tiny", "-b", 24)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_two_launchers_on_one_machine_are_two_nodes(ladder):
-    env = quick(HEAD=f"localhost:{free_port()}", NNODES=2, NPROC_PER_NODE=2)
+    env = environment(HEAD=f"localhost:{free_port()}", NNODES=2, NPROC_PER_NODE=2)
     words = ["bash", ROOT / "04-fsdp/launch.sh", *ladder.flags("launchers", "-b", 6, "--hsdp")]
     nodes = [subprocess.Popen([str(word) for word in words], env=env) for _ in range(2)]
     assert [node.wait(PATIENCE_S) for node in nodes] == [0, 0]
@@ -122,7 +107,7 @@ def test_two_launchers_on_one_machine_are_two_nodes(ladder):
 
 @pytest.mark.parametrize(
     ("nodes", "args"),
-    first_then_slow(
+    first_then_nightly(
         [
             (TWO_BY_TWO, ("--reduce-every-backward", "--no-reshard-after-forward")),
             (TWO_BY_TWO, ("--cpu-offload", "--activation-checkpointing", "selective")),
@@ -169,7 +154,7 @@ BUGS = {
 }
 
 
-@pytest.mark.parametrize("bug", first_then_slow(BUGS))
+@pytest.mark.parametrize("bug", first_then_nightly(BUGS))
 def test_planted_bug_is_noticed(ladder, tmp_path, bug):
     red, replaced = BUGS[bug]
     chapter = plant(CHAPTER, tmp_path / "chapter", [replaced])
@@ -179,7 +164,7 @@ def test_planted_bug_is_noticed(ladder, tmp_path, bug):
         assert_parity(ladder, alone(ladder), name, 4)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("chapter", "nodes", "args"),
     [(CHAPTER, (0, 1), ()), (CHAPTER, TWO_BY_TWO, ("--hsdp",)), ("01-single-gpu", (0,), ())],
@@ -215,8 +200,7 @@ def lab(cluster, make_folder) -> Lab:
     return lab
 
 
-@pytest.mark.slurm
-@pytest.mark.slow
+@pytest.mark.ci
 def test_same_losses_on_two_nodes_of_two_ranks(lab):
     """Told to stop, the job saves, goes back to the queue, and goes on when it starts again."""
     job = lab.submit(JOB, "hsdp", "--hsdp", PAUSE=PAUSE)

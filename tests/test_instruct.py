@@ -19,12 +19,21 @@ from unittest import mock
 
 import pytest
 import torch
-from conftest import ROOT, first_then_slow, read_metrics, run_script
 from datasets import Dataset
+from helpers import (
+    ROOT,
+    assert_clean,
+    assert_exact,
+    changed,
+    first_then_nightly,
+    go_back_to,
+    not_shown,
+    patch,
+    read_metrics,
+    run_script,
+)
 from runner import RunsByRanks
-from test_autocast import assert_clean, changed, not_shown, patch
 from test_chapter_diffs import ROT as RULES
-from test_resume_ranks import assert_exact, go_back_to
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common import models
@@ -204,7 +213,7 @@ def assert_same(expected: list[float], found: list[float], rel: float = 1e-5) ->
 
 @pytest.mark.parametrize(
     ("name", "other"),
-    first_then_slow(
+    first_then_nightly(
         [
             *[("1-b6", "2-b1"), ("1-b6", "1-b2"), ("1-b6", "1-b1"), ("1-b6", "2-b3")],
             *[("1-b6", "3-b2"), ("1-b6", "3-b1"), ("1-llama", "2-llama"), ("1-b6", "1-messages")],
@@ -227,14 +236,14 @@ def test_planted_mean_of_means_or_loss_on_questions(runs, bug):
         assert_same(runs.numbers("1-b6"), runs.numbers(bug), rel=1e-3)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_a_resumed_run_is_exact(runs):
     straight, resumed = runs["2-straight"], runs["2-resumed"]
     assert_exact(straight, resumed)
     assert len(read_metrics(straight)) == STEPS
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_model_answers_also_after_an_export(runs, tmp_path):
     """Planted: a prompt that does not go through the chat template."""
     run = runs["1-learnt"]

@@ -6,7 +6,7 @@ from pathlib import Path
 import labs
 import nbformat
 import pytest
-from conftest import CHAPTERS, ROOT, quick
+from helpers import CHAPTERS, ROOT, environment
 
 from common import lab as helpers
 
@@ -37,9 +37,9 @@ def test_is_stored_as_it_ran_from_top_to_bottom(lab):
     assert lab.stat().st_size < 600_000
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_prints_again_what_is_stored(lab):
-    faults = labs.compare(nbformat.read(lab, as_version=4), labs.execute(lab, quick()))
+    faults = labs.compare(nbformat.read(lab, as_version=4), labs.execute(lab, environment()))
     assert not faults, "\n".join(faults)
 
 

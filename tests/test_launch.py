@@ -14,20 +14,20 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import (
+from helpers import (
     CHAPTERS,
     ROOT,
     TORCHRUN,
-    first_then_slow,
+    children,
+    environment,
+    first_then_nightly,
     free_port,
-    quick,
+    plant,
     read_metrics,
     run_script,
     wait_for_file,
 )
 from runner import Ranks, finish, start
-from test_parity import plant
-from test_resume_ranks import children
 from torch.distributed import TCPStore
 
 from common import cli, distributed
@@ -54,7 +54,7 @@ def said_by_ranks(stderr: str) -> list[str]:
     return [line for line in lines if line and not line.startswith(header)]
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("chapter", DISTRIBUTED)
 def test_without_torchrun_it_is_a_world_of_one(chapter, flags, tmp_path):
     done = run_script(f"{chapter}/train_llm.py", *flags, "-e", "run")
@@ -63,7 +63,7 @@ def test_without_torchrun_it_is_a_world_of_one(chapter, flags, tmp_path):
     assert read_metrics(tmp_path / "run")[-1]["step"] == 2
 
 
-@pytest.mark.parametrize("chapter", first_then_slow(DISTRIBUTED))
+@pytest.mark.parametrize("chapter", first_then_nightly(DISTRIBUTED))
 def test_only_rank_0_speaks_and_all_agree_on_its_name(chapter, flags, tmp_path):
     """Three ranks whose clocks differ by hours, and no name given."""
     files = [str(tmp_path / f"stderr-{rank}") for rank in range(3)]
@@ -84,7 +84,7 @@ def set_the_clock_by_rank() -> None:
     distributed.time.strftime = lambda text, when=None: strftime(text, when or time.gmtime(seconds))
 
 
-@pytest.mark.parametrize("chapter", first_then_slow(DISTRIBUTED))
+@pytest.mark.parametrize("chapter", first_then_nightly(DISTRIBUTED))
 def test_a_complete_run_says_so_on_all_ranks(chapter, flags, tmp_path):
     arguments = [*flags, "-e", "run"]
     assert Ranks(2, arguments, chapter=chapter).finish() == [0, 0]
@@ -97,7 +97,7 @@ def test_a_complete_run_says_so_on_all_ranks(chapter, flags, tmp_path):
     assert (tmp_path / "run/state.json").read_bytes() == before
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("chapter", DISTRIBUTED)
 def test_a_global_batch_that_the_ranks_cannot_share(chapter, flags):
     arguments = (*flags, "-e", "run", "--global-batch-size", 7)
@@ -109,14 +109,14 @@ def test_a_global_batch_that_the_ranks_cannot_share(chapter, flags):
     assert re.search(r"rank +: 0 \(local_rank: 0\)\n +exitcode +: 2", done.stderr)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_a_wrong_argument_is_said_once(flags):
     done = run_script(*TORCHRUN, 2, "02-ddp/train_llm.py", *flags, "--seed", "x")
     assert done.returncode == 1
     assert done.stderr.count("argument --seed: 'x' is not a whole number") == 1
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_more_processes_than_gpus(flags, tmp_path):
     hook = tmp_path / "hook"
     hook.mkdir()
@@ -181,7 +181,7 @@ def test_a_world_of_one_keeps_its_address(monkeypatch):
     assert os.environ == place
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_half_set_variables_end_the_script(flags):
     done = run_script("02-ddp/train_llm.py", *flags, WORLD_SIZE="2", RANK="0")
     assert done.returncode == 2
@@ -216,7 +216,7 @@ def test_ranks_that_never_come(flags, tmp_path):
     assert sentence.startswith("The other ranks are gone or out of reach (Timed out")
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_a_port_in_use_under_torchrun(flags):
     """torchrun itself opens the port, and ends before it starts a rank."""
     with socket.socket() as other:
@@ -288,7 +288,7 @@ def test_a_launch_file_refuses_a_name_that_is_no_folder(tmp_path, name):
     save_dir.mkdir(parents=True)
     done = subprocess.run(
         ["bash", ROOT / "02-ddp/launch.sh", "--save-dir", save_dir, "-e", name],
-        env=quick(NPROC_PER_NODE=2),
+        env=environment(NPROC_PER_NODE=2),
         capture_output=True,
         text=True,
     )
@@ -435,7 +435,7 @@ def environments(world_size: int, inner: tuple[str, ...], *outer: tuple[str, ...
     ]
 
 
-@pytest.mark.parametrize("chapter", first_then_slow(MULTI_NODE))
+@pytest.mark.parametrize("chapter", first_then_nightly(MULTI_NODE))
 def test_each_way_to_start_the_ranks(chapter, flags, tmp_path):
     """Whoever tells a process its place: the same training. The innermost launcher is right."""
     assert Ranks(2, [*flags, "-e", "torchrun"], chapter=chapter).finish() == [0, 0]
@@ -469,7 +469,7 @@ def test_the_outer_launcher_is_not_believed(flags, tmp_path):
     assert "6 sequences x 1 device x 1 micro-batch" in said
 
 
-@pytest.mark.parametrize("chapter", first_then_slow(MULTI_NODE))
+@pytest.mark.parametrize("chapter", first_then_nightly(MULTI_NODE))
 def test_a_batch_script_without_srun_is_a_world_of_one(chapter, flags, tmp_path):
     """Slurm gives it a rank, and the number of tasks that it might start."""
     place = {"SLURM_PROCID": 0, "SLURM_LOCALID": 0, "SLURM_NTASKS": 2}
@@ -492,7 +492,7 @@ def head_start(seconds: float) -> None:
     cli.HEAD_START_S = seconds
 
 
-@pytest.mark.parametrize("chapter", first_then_slow(MULTI_NODE))
+@pytest.mark.parametrize("chapter", first_then_nightly(MULTI_NODE))
 def test_a_wrong_argument_under_srun_is_said_once(chapter, flags, tmp_path):
     said = argument_error_of_each_rank(chapter, flags, tmp_path)
     assert "argument --seed: 'x' is not a whole number" in said[0].splitlines()[-1]
@@ -550,7 +550,7 @@ def run_with_slow_preparation(chapter: str | Path, flags: list[object], tmp_path
     return Ranks(3, arguments, env={"NOTES": tmp_path / "notes"}, **options).finish()
 
 
-@pytest.mark.parametrize("chapter", first_then_slow(DISTRIBUTED))
+@pytest.mark.parametrize("chapter", first_then_nightly(DISTRIBUTED))
 def test_preparation_may_last_longer_than_the_timeout(chapter, flags, tmp_path, corpus):
     corpus.write_text(corpus.read_text().replace("words", f"words in {chapter}"))  # not cached
     assert run_with_slow_preparation(chapter, flags, tmp_path) == [0, 0, 0]
@@ -558,7 +558,7 @@ def test_preparation_may_last_longer_than_the_timeout(chapter, flags, tmp_path, 
     assert read_metrics(tmp_path / "run")[-1]["step"] == 2
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_waiting_in_a_barrier_is_noticed(flags, tmp_path, corpus):
     """The planted bug: rank 0 prepares, and the others wait for it in a collective."""
     corpus.write_text(corpus.read_text().replace("words", "barriers"))
@@ -572,7 +572,7 @@ def test_waiting_in_a_barrier_is_noticed(flags, tmp_path, corpus):
     assert "The other ranks are gone or out of reach (Timed out waiting" in said
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("chapter", ONE_MACHINE)
 def test_launch_file_keeps_logs_and_errors_of_each_rank(chapter, flags, tmp_path):
     launch_file = ROOT / chapter / "launch.sh"
@@ -581,7 +581,7 @@ def test_launch_file_keeps_logs_and_errors_of_each_rank(chapter, flags, tmp_path
         command = ["bash", launch_file, *flags, *args]
         return subprocess.run(
             [str(word) for word in command],
-            env=quick(NPROC_PER_NODE=2),
+            env=environment(NPROC_PER_NODE=2),
             capture_output=True,
             text=True,
         )
@@ -604,7 +604,7 @@ def test_launch_file_keeps_logs_and_errors_of_each_rank(chapter, flags, tmp_path
     assert "cannot share --global-batch-size 7" in error_file.read_text()
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_ctrl_c_reaches_all_ranks(flags, tmp_path):
     """As from a terminal: torchrun gets the signal, and hands it on to its workers."""
     command = [sys.executable, *TORCHRUN, 2, "02-ddp/train_llm.py", *flags, "-e", "run"]
@@ -658,12 +658,12 @@ def test_a_rank_among_others_skips_the_end_of_the_interpreter(tmp_path, world_si
     assert done.stdout.split() == (ends if world_size == 1 else ends[:2])
 
 
-@pytest.mark.parametrize("chapter", first_then_slow(DISTRIBUTED))
+@pytest.mark.parametrize("chapter", first_then_nightly(DISTRIBUTED))
 def test_a_rank_ends_though_a_thread_of_gloo_is_late(chapter, flags, tmp_path):
     assert end_late(chapter, flags, tmp_path) == [0, 0]
 
 
-@pytest.mark.planted
+@pytest.mark.nightly
 @pytest.mark.parametrize("chapter", ["02-ddp", "03-multi-node"])
 def test_planted_process_group_freed_by_main_is_noticed(chapter, flags, tmp_path):
     """Without DDP, nothing in main() holds the group: chapters 4 and 5 end either way."""
@@ -749,7 +749,7 @@ def is_alive(pid: int) -> bool:
         return False
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux, and its prctl")
 def test_workers_end_with_their_torchrun(flags, tmp_path):
     """The planted bug, in a script that only waits: nothing ties it to the torchrun above it."""
@@ -769,7 +769,7 @@ def test_workers_end_with_their_torchrun(flags, tmp_path):
     assert len(kill_torchrun(waiting, tmp_path / "waits", tmp_path, patience_s=2)) == 1
 
 
-@pytest.mark.parametrize("nodes", first_then_slow(["2", "1:2"]))
+@pytest.mark.parametrize("nodes", first_then_nightly(["2", "1:2"]))
 def test_several_nodes_need_a_place_to_meet(nodes):
     command = ["bash", ROOT / "03-multi-node/launch_torchrun.sh", "-e", "run"]
     env = {**os.environ, "NNODES": nodes}

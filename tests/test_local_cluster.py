@@ -12,8 +12,6 @@ from pathlib import Path
 import pytest
 from cluster import PATIENCE_S, SCRIPT, Cluster, need_cluster
 
-pytestmark = pytest.mark.slurm
-
 
 def write_job(path: Path, text: str) -> Path:
     path.write_text("#!/bin/bash\n" + text)
@@ -69,7 +67,7 @@ def test_requeued_job_starts_again_before_slurms_own_two_minutes(cluster, tmp_pa
     assert second - first < 120  # at least so long without cred_expire; usually 7 seconds with it
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_urgent_job_takes_the_nodes_of_another_which_goes_on_later(cluster, tmp_path):
     notes = tmp_path / "notes"
     step = 'trap "echo TERM $(hostname) >>notes; exit" TERM; while :; do sleep 0.1; done'
@@ -92,7 +90,7 @@ def test_urgent_job_takes_the_nodes_of_another_which_goes_on_later(cluster, tmp_
     assert (urgent, again) == ("urgent", "start 1")
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_lost_node_is_noticed_and_serves_again_when_it_is_back(cluster, tmp_path):
     script = write_job(
         tmp_path / "job.sh",
@@ -243,7 +241,7 @@ def test_down_leaves_nothing_behind_of_running_jobs_either(machine):
     assert (result.returncode, result.stdout) == (1, "No cluster is up.\n")
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("stage", STAGES)
 @pytest.mark.parametrize("name", ["SIGTERM", "SIGINT"])
 def test_stopped_up_leaves_nothing_behind(machine, name, stage):
@@ -255,7 +253,7 @@ def test_stopped_up_leaves_nothing_behind(machine, name, stage):
     assert machine.footprint() == before
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("daemon", ["munged", "slurmctld", "slurmd", "sshd"])
 def test_failed_up_shows_the_log_and_leaves_nothing_behind(machine, tmp_path, daemon):
     real = shutil.which(daemon)
@@ -274,7 +272,7 @@ def test_failed_up_shows_the_log_and_leaves_nothing_behind(machine, tmp_path, da
     assert (log, undone) == ("no way", UNDONE)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_up_goes_over_what_a_crash_has_left(machine):
     before = machine.footprint()
     up, pid = machine.start_up(STAGES["network"])

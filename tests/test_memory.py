@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ROOT, first_then_slow, run_script
+from helpers import ROOT, first_then_nightly, run_script
 from runner import ask_ranks, load_script
 from test_tensor_parallel import ODD, ODD_SIZES, PRESET, patch_chapter
 from torch.distributed.device_mesh import init_device_mesh
@@ -33,7 +33,6 @@ from common import distributed
 from common.cli import InputError
 from common.models import SAVED_OPS, causal_attention, find_layers, load_config
 
-sys.path.append(str(ROOT / "04-fsdp"))
 import peak_memory
 from peak_memory import Options, predict
 
@@ -264,12 +263,12 @@ def wrong_states(held, runs=ON_RANKS) -> list[tuple]:
     return wrong
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_states_are_what_ranks_hold(held):
     assert wrong_states(held) == []
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize(
     ("function", "planted", "found"),
     [
@@ -284,7 +283,7 @@ def test_planted_wrong_pieces(held, monkeypatch, function, planted, found):
     assert {sharding for _, _, sharding, _ in wrong_states(held)} == {found}
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_planted_embedding_counted_twice(held, monkeypatch):
     count = peak_memory.count_activations
 
@@ -296,7 +295,7 @@ def test_planted_embedding_counted_twice(held, monkeypatch):
     assert {name for _, name, _, _ in wrong_states(held)} == {"gpt2-tiny"}
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("run", range(len(ON_RANKS)), ids=str)
 def test_most_bytes_with_ddp(held, run):
     name, flags = ON_RANKS[run]
@@ -351,7 +350,7 @@ def compare(name: str, flags: dict) -> float:
     return predict(load(name), options)["peak"] / train(name, options)["peak"]
 
 
-@pytest.mark.parametrize("name", first_then_slow(["gpt2-tiny", "llama-tiny"]))
+@pytest.mark.parametrize("name", first_then_nightly(["gpt2-tiny", "llama-tiny"]))
 @pytest.mark.parametrize("flags", ALONE, ids=str)
 def test_most_bytes(alone, name, flags):
     assert compare(name, flags) == pytest.approx(1, rel=0.01)
@@ -359,7 +358,7 @@ def test_most_bytes(alone, name, flags):
     assert compare(name, {**flags, "seq_length": 4}) == pytest.approx(1, rel=0.04)
 
 
-@pytest.mark.parametrize("flags", first_then_slow(ALONE_IN_A_TABLE), ids=str)
+@pytest.mark.parametrize("flags", first_then_nightly(ALONE_IN_A_TABLE), ids=str)
 def test_most_bytes_in_a_table(alone, patched, flags):
     """On 3 x 2 ranks, where FSDP pads what it cuts."""
     for length, near in ((128, 0.01), (4, 0.06)):
@@ -480,7 +479,7 @@ def test_more_layers_need_more(say):
     assert float(found[0][1].split()[-3]) < float(found[1][1].split()[-3])
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_llama_8b_needs_chapter_4(memory):
     """16 bytes for each of 8 billion parameters are no matter of one GPU of 139 GiB."""
     config = load_config("llama-3.1-8b")
@@ -611,7 +610,7 @@ FLOPS_8B = 57_914_449_920
 RUN_8B = ("-m", "llama-3.1-8b", "-s", 8192, "-b", 1, "--tokens")
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_hours_and_cost_by_hand(say):
     # 1e10 tokens x FLOPS_8B / (8 x 989e12 x 0.4) = 182,996 s = 50.83 h; 8 x 50.83 x 3 = 1,219.97.
     _, out, _ = say(*RUN_8B, "10B", "--price-per-gpu-hour", 3)
@@ -692,7 +691,7 @@ def test_without_matplotlib(say, monkeypatch, tmp_path):
     assert (status, err) == (2, "--chart needs matplotlib: pip install matplotlib.\n")
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_as_a_reader_runs_it():
     run = run_script("04-fsdp/memory.py", "-m", "llama-tiny", "--gpus", 4, "--hsdp")
     assert run.returncode == 0, run.stderr

@@ -4,207 +4,20 @@ The nodes are those of 03-multi-node/local_cluster.sh: a real Slurm, a real netw
 What each process trains on is noted by tests/hooks/sitecustomize.py.
 """
 
-import contextlib
-import json
 import os
 import re
 import shlex
 import shutil
 import signal
 import subprocess
-import sys
-import tempfile
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import test_pages
-from cluster import PATIENCE_S, Cluster, give_up
-from conftest import EVALUATED_LITTLE, ROOT, quick, quick_commands, read_metrics, replace_in
+from cluster import PATIENCE_S, give_up
+from helpers import EVALUATED_LITTLE, ROOT, blocks, environment, read_metrics, replace_in
+from jobs import JOB, JOB_SRUN, NODES, PAUSE, REAL, STEPS, Lab, note_samples
 from runner import Ranks, finish, start
-from test_resume import EXACT
-
-pytestmark = pytest.mark.slurm
-NODES = ["node1", "node2"]
-STEPS = 24
-CKPT_FREQ = 4
-JOB, JOB_SRUN = "03-multi-node/job.sbatch", "03-multi-node/job_srun.sbatch"
-REAL = {"PYTHON": sys.executable, "PYTHON_EXEC": sys.executable}
-PAUSE = 0.15  # after each step of a run that is to be hit
-
-
-class Lab:
-    """Runs of one training on the cluster: their flags, their folders, what they trained on."""
-
-    def __init__(self, cluster: Cluster, folder: Path) -> None:
-        self.cluster, self.folder = cluster, folder
-        texts = [f"Text number {n}, of words {n * n} and {n % 7}. " * 20 for n in range(150)]
-        (folder / "corpus.json").write_text(json.dumps(texts))
-
-    def flags(self, name: str, *args: object) -> list[str]:
-        words = [
-            *("-e", name, "--save-dir", self.folder, "-d", self.folder / "corpus.json", "-s", 32),
-            *("--max-steps", STEPS, "--log-freq", 1, "--ckpt-freq", CKPT_FREQ, "--eval-freq", 12),
-            *("--lr", 2e-3, *args),
-        ]
-        return [str(word) for word in words]
-
-    def environment(self, name: str, **env: object) -> dict[str, str]:
-        """Return the environment of a launcher: in it the runs' notes, and few threads.
-
-        Its processes start quickly. Tests that kill them or send them signals give REAL, since how
-        these arrive and what they end matters there.
-        """
-        notes = self.folder / f"{name}.notes"
-        notes.mkdir(exist_ok=True)
-        own = {
-            "PYTHON": quick_commands() / "python",
-            "PYTHON_EXEC": quick_commands() / "python",
-            "NOTES": notes,
-            "FORWARD": "NOTES PAUSE PYTHON_EXEC",
-            "PYTHONPATH": f"{ROOT / 'tests/hooks'}:{ROOT}",
-            "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
-            "VIRTUAL_ENV": sys.prefix,
-            "WANDB_MODE": "disabled",
-            "OMP_NUM_THREADS": 1,
-            **env,
-        }
-        return {**self.cluster.env, **{key: str(value) for key, value in own.items()}}
-
-    def submit(
-        self, job: str | Path, name: str, *args: object, options: tuple = (), **env: object
-    ) -> str:
-        """Submit a job file, of the repository or absolute; return the job's number."""
-        words = [
-            *options,
-            f"--output={self.folder}/{name}.log",
-            ROOT / job,
-            *self.flags(name, *args),
-        ]
-        return self.sbatch(words, self.environment(name, **env))
-
-    def sbatch(self, words: list[object], env: dict[str, str]) -> str:
-        command = ["sbatch", "--parsable", *map(str, words)]
-        return subprocess.check_output(command, env=env, text=True, timeout=PATIENCE_S).split()[0]
-
-    def ends(self, job: str, timeout: float = PATIENCE_S) -> str:
-        """Wait until a job, with all of its starts, has ended; return its state."""
-        queued = ("squeue", "--noheader", "--states=all", "--format=%T", f"--jobs={job}")
-        ended = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
-        self.wait_for(lambda: self.cluster.shell(*queued) in ended, timeout)
-        return self.cluster.job(job)["JobState"]
-
-    def cancel(self, job: str) -> None:
-        self.cluster.shell("scancel", job)
-        self.wait_until_idle()
-
-    def wait_until_idle(self) -> None:
-        self.wait_for(lambda: {self.cluster.node_state(node) for node in NODES} == {"idle"})
-
-    def enter(self, node: str) -> tuple[str, ...]:
-        """Return the words that start a command on a node, with the node's network, name, files."""
-        here = Path("/proc/self/ns/mnt").readlink()
-        own = [pid for pid in self.pids(node) if Path(f"/proc/{pid}/ns/mnt").readlink() != here]
-        return ("nsenter", f"--target={own[0]}", "--net", "--uts", "--mount")
-
-    @contextlib.contextmanager
-    def cache_of_its_own(self, *nodes: str) -> Iterator[Path]:
-        """Yield an empty folder that these nodes, and no other test, have as their HF_HOME."""
-        folder = Path(tempfile.mkdtemp(dir=self.folder))
-        place = Path(os.environ["HF_HOME"])
-        place.mkdir(exist_ok=True)
-        enter = [self.enter(node) for node in nodes]
-        for node in enter:
-            self.cluster.shell(*node, "mount", "-n", "--bind", folder, place)
-        try:
-            yield folder
-        finally:
-            for node in enter:
-                self.cluster.shell(*node, "umount", "-n", place)
-
-    def launch(self, name: str, *words: object, args: tuple = (), **env: object):
-        """Start a launch file on this machine; its output goes to the run's log."""
-        with (self.folder / f"{name}.log").open("a") as log:
-            return subprocess.Popen(
-                [str(word) for word in [*words, *self.flags(name, *args)]],
-                cwd=ROOT,
-                env=self.environment(name, **env),
-                stdout=log,
-                stderr=subprocess.STDOUT,
-            )
-
-    def log(self, name: str) -> str:
-        path = self.folder / f"{name}.log"
-        return path.read_text() if path.exists() else ""
-
-    def stops(self, name: str) -> list[int]:
-        """Return the steps after which a run was told to stop; it resumed after each of them."""
-        stopped = re.findall(r"Told to stop; saved after step (\d+)", self.log(name))
-        for step in stopped:
-            assert f"resumed after step {step} of {STEPS}" in self.log(name), "a step is lost"
-        return [int(step) for step in stopped]
-
-    def metrics(self, name: str) -> list[dict]:
-        path = self.folder / name
-        return read_metrics(path, going_on=True) if (path / "metrics.jsonl").exists() else []
-
-    def wait_for(self, what: Callable[[], bool], timeout: float = PATIENCE_S) -> None:
-        self.cluster.until(what, "what the test waits for", timeout)
-
-    def wait_for_step(self, name: str, step: int) -> None:
-        """Wait until a run has logged a step; a test hits it then, between two checkpoints."""
-        self.wait_for(lambda: [m["step"] for m in self.metrics(name)][-1:] >= [step])
-
-    def pids(self, node: str) -> list[str]:
-        """Return all processes on a node, in the order of their start."""
-        return self.cluster.shell("ip", "netns", "pids", f"{self.cluster.name}-{node}").split()
-
-    def processes(self, node: str, words: str) -> list[int]:
-        """Return the processes on a node whose command line holds these words."""
-        found = []
-        for pid in self.pids(node):
-            try:
-                line = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
-            except OSError:
-                continue
-            if words in line and "python" in line.split()[0]:
-                found.append(int(pid))
-        return sorted(found)
-
-    def workers(self, node: str) -> list[int]:
-        """Return the processes on a node that train."""
-        agents = self.processes(node, "-m torch.distributed.run")
-        return sorted(set(self.processes(node, "train_llm.py")) - set(agents))
-
-    def samples(self, name: str) -> dict[int, list[int]]:
-        """Return the samples of each step, over all processes that trained it, in order.
-
-        A step that was trained twice has them twice.
-        """
-        by_step = defaultdict(list)
-        for path in (self.folder / f"{name}.notes").iterdir():
-            for line in path.read_text().splitlines():
-                by_step[json.loads(line)["step"]] += json.loads(line)["samples"]
-        return {step: sorted(samples) for step, samples in by_step.items()}
-
-    def hosts(self, name: str) -> list[str]:
-        """Return the host of each process that trained."""
-        paths = (self.folder / f"{name}.notes").iterdir()
-        return sorted(path.name.rpartition("-")[0] for path in paths)
-
-    def assert_same(self, name: str, reference: str, exact: bool) -> None:
-        """Every step once, with the right samples, and the losses of the reference."""
-        found, expected = self.metrics(name), self.metrics(reference)
-        assert [line["step"] for line in found] == list(range(1, STEPS + 1))
-        right, taken = self.samples("straight"), self.samples(name)
-        assert {step: sorted(set(taken[step])) for step in taken} == right
-        # Most steps were trained once: none of their samples was taken twice.
-        assert sum(taken[step] == right[step] for step in right) > STEPS // 2
-        for key in EXACT if exact else ("loss", "eval_loss"):
-            values = [[line[key] for line in run if key in line] for run in (found, expected)]
-            assert values[0] == (values[1] if exact else pytest.approx(values[1], rel=1e-5)), key
 
 
 @pytest.fixture(scope="module")
@@ -237,11 +50,6 @@ def nothing_left(cluster):
     cluster.shell("scancel", "--user=root")
 
 
-def note_samples() -> None:
-    sys.orig_argv = ["python", "train_llm.py"]
-    exec((ROOT / "tests/hooks/sitecustomize.py").read_text(), {})
-
-
 # --- every launcher, on two nodes of two ranks ---
 
 
@@ -252,7 +60,7 @@ def assert_two_by_two(lab: Lab, name: str) -> None:
     assert {line["slowest_rank"] for line in lab.metrics(name)} <= {0, 1, 2, 3}
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_same_losses_with_job_sbatch(lab):
     """sbatch --wait, as a reader submits it; and what is left in the logs' folder."""
     words = ["--wait", f"--output={lab.folder}/job.log", ROOT / JOB, *lab.flags("job")]
@@ -265,7 +73,7 @@ def test_same_losses_with_job_sbatch(lab):
     assert "[node1] [rank 0] step 24/24 | loss" in lab.log("job")
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_same_losses_with_job_srun_sbatch(lab):
     """All tasks share a cache: one of them prepares the data."""
     with lab.cache_of_its_own(*NODES) as cache:
@@ -276,7 +84,7 @@ def test_same_losses_with_job_srun_sbatch(lab):
     assert sorted(path.suffix for path in kept) == ["", ".lock"]
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_same_losses_with_launch_mpirun(lab):
     if shutil.which("mpirun") is None:
         give_up("mpirun not found: apt-get install openmpi-bin")
@@ -287,7 +95,7 @@ def test_same_losses_with_launch_mpirun(lab):
     assert_two_by_two(lab, "mpi")
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_same_losses_with_launch_torchrun(lab):
     """The same line on both nodes; each has a cache of its own, and prepares the data once."""
     words = ["bash", ROOT / "03-multi-node/launch_torchrun.sh"]
@@ -301,7 +109,7 @@ def test_same_losses_with_launch_torchrun(lab):
         assert sorted(path.suffix for path in kept) == ["", ".lock"]
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_same_losses_with_launch_ssh(lab):
     """start returns at once; tail shows what both nodes print; stop, and start goes on with it."""
     hosts = lab.folder / "hosts"
@@ -413,7 +221,7 @@ def hit_again_and_again(lab: Lab, job: str, name: str, hits: list[tuple]) -> Non
     lab.assert_same(name, "straight", exact=True)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_all_that_a_job_survives(lab):
     """A launcher that is killed takes its ranks with it; those of the other node then end too."""
     hits = [
@@ -427,14 +235,14 @@ def test_all_that_a_job_survives(lab):
     hit_again_and_again(lab, JOB, "survives", hits)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_all_that_a_job_of_srun_survives(lab):
     """Nobody but the queue starts a task again; it does so because the run had come further."""
     hits = [(5, warning, QUEUE), (13, kill_9_of_a_worker, QUEUE)]
     hit_again_and_again(lab, JOB_SRUN, "survives-srun", hits)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_cable_of_rank_0_pulled(lab):
     """Slurm misses the node and requeues the job, which goes on with the one that is left.
 
@@ -452,7 +260,7 @@ def test_cable_of_rank_0_pulled(lab):
         lab.wait_until_idle()
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_cancelled_is_not_requeued(lab):
     number = hit(lab, JOB, "cancelled")
     lab.cluster.shell("scancel", number)
@@ -462,7 +270,7 @@ def test_cancelled_is_not_requeued(lab):
     lab.wait_until_idle()
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_bad_input_is_not_requeued(lab):
     number = lab.submit(JOB, "bad", "--global-batch-size", 7, MAX_RESTARTS=0)
     assert lab.ends(number) == "FAILED"
@@ -470,7 +278,7 @@ def test_bad_input_is_not_requeued(lab):
     assert "4 devices cannot share --global-batch-size 7 evenly" in lab.log("bad")
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_elastic(lab):
     """Two nodes, one of them killed, later back: 24 sequences in every step, none of them twice."""
     words = ["bash", ROOT / "03-multi-node/launch_torchrun.sh"]
@@ -513,16 +321,16 @@ def copy(tmp_path) -> Path:
     return folder
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_commands_of_the_slurm_page(cluster, copy, tmp_path):
     """All that a reader types on a cluster of their own, in that order, in one shell.
 
     Jobs are short and slow here, and before each command the run comes a step further; what would
     not end by itself is ended.
     """
-    blocks = test_pages.blocks((ROOT / "03-multi-node/slurm.md").read_text(), "bash")
+    shown = blocks((ROOT / "03-multi-node/slurm.md").read_text(), "bash")
     commands = [
-        line for needs, text in blocks if needs == "local_cluster" for line in text.split("\n")
+        line for needs, text in shown if needs == "local_cluster" for line in text.split("\n")
     ]
     run = copy / "outputs/my-run"
     lines = ["set -euo pipefail", f"cd {copy}"]
@@ -546,7 +354,7 @@ def test_commands_of_the_slurm_page(cluster, copy, tmp_path):
             lines += ['until [[ -z "$(squeue -h)" ]]; do sleep 0.2; done']
             lines += ["scontrol show job 1 | grep -o Restarts=.*"]
         lines += [f"echo {shlex.quote('$ ' + command)}", command]
-    env = {key: value for key, value in quick().items() if not key.startswith("SLURM")}
+    env = {key: value for key, value in environment().items() if not key.startswith("SLURM")}
     hook = {"PYTHONPATH": f"{ROOT / 'tests/hooks'}:{ROOT}", "NOTES": str(tmp_path), "PAUSE": "0.4"}
     script = ROOT / "03-multi-node/local_cluster.sh"
     if subprocess.run(["bash", script, "status"], capture_output=True).returncode == 0:
@@ -588,7 +396,7 @@ def planted(copy):
     return plant
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_planted_name_with_the_time_begins_anew(lab, planted):
     job = planted(job=('DEFAULT_NAME="job-$SLURM_JOB_ID"', 'DEFAULT_NAME="job-$(date +%s)"'))
     name = "timed"
@@ -603,7 +411,7 @@ def test_planted_name_with_the_time_begins_anew(lab, planted):
     lab.cancel(number)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_planted_torchrun_that_hears_the_signal_ends_without_saving(lab, planted):
     job = planted(launch_torchrun=('trap "" USR1', "true"))
     name = "hears"
@@ -614,7 +422,7 @@ def test_planted_torchrun_that_hears_the_signal_ends_without_saving(lab, planted
     lab.cancel(number)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_planted_restart_in_the_same_store_fails(lab, planted):
     """The ranks find addresses of those that are gone; it is the queue that starts them again.
 
@@ -634,7 +442,7 @@ def test_planted_restart_in_the_same_store_fails(lab, planted):
     pytest.fail("three restarts in the same store went well")
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_planted_failure_that_is_always_requeued_loops(lab, planted):
     """Without the look at how far the run came, bad input goes back to the queue for ever."""
     job = planted(job=('2>/dev/null)" == "$CHECKPOINTS"', '2>/dev/null)" == never'))

@@ -11,7 +11,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from conftest import CHAPTERS, ROOT, launch_file, read_metrics
+from helpers import CHAPTERS, ROOT, launch_file, read_metrics
 
 from common.distributed import plan
 
@@ -71,7 +71,7 @@ def cut_off(tmp_path):
 LOCAL = {"127.0.0.1", "localhost", "::1", "0.0.0.0", "None", ""}
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("chapter", CHAPTERS)
 def test_launch_file_works_from_anywhere_and_reaches_for_nothing(
     cut_off, tmp_path, chapter, monkeypatch
@@ -97,7 +97,7 @@ def test_launch_file_works_from_anywhere_and_reaches_for_nothing(
         assert f"'OMP_NUM_THREADS': '{threads}'" in done.stderr
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_make_train_reaches_for_nothing(cut_off, tmp_path):
     if not (ROOT / ".venv/.train").exists():
         pytest.skip("needs the environment that `make train` sets up")
@@ -124,7 +124,7 @@ def test_the_hub_out_of_reach_is_said_at_once(cut_off, tmp_path):
     assert not (tmp_path / "outputs").exists()
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_a_local_model_and_a_hub_data_set(cut_off, tmp_path):
     done, _ = cut_off(
         *(sys.executable, "01-single-gpu/train_llm.py", "--save-dir", tmp_path / "outputs"),

@@ -26,25 +26,26 @@ from pathlib import Path
 from types import SimpleNamespace
 from unittest import mock
 
+import picture
 import pytest
+import report
 import yaml
-from conftest import (
+from helpers import (
     CHAPTERS,
     EVALUATED_LITTLE,
     ROOT,
+    blocks,
+    commands,
+    environment,
     free_port,
-    quick,
-    quick_commands,
+    name_of,
+    prose,
     read_metrics,
     replace_in,
     wait_for_file,
 )
 
 from common import cli, distributed
-
-sys.path.append(str(ROOT / "tests/benchmarks"))
-import picture
-import report
 
 PAGES = report.pages()
 CHAPTER_PAGES = [ROOT / chapter / "README.md" for chapter in CHAPTERS]
@@ -63,29 +64,6 @@ LOOKED_UP = ("reference.md", "measurements.md", "classify_reference.md")  # have
 NEEDS = {"gpu", "cluster", "local_cluster", "hub"}
 LANGUAGES = (["bash"], ["diff"], ["text"], ["python"], ["mermaid"], ["yaml"], ["dockerfile"])
 CONTAINERS = ROOT / "03-multi-node/containers.md"
-
-
-def name_of(page: Path) -> str:
-    return str(page.relative_to(ROOT))
-
-
-def blocks(text: str, language: str) -> list[tuple[str, str]]:
-    """Return (what stands after the language, content) of each fenced block."""
-    return re.findall(rf"^```{language}\b *(.*)\n((?:.*\n)*?)```$", text, re.MULTILINE)
-
-
-def commands(text: str) -> list[tuple[set[str], str]]:
-    """Return (what it needs, command) of each command in a page."""
-    return [
-        (set(needs.split()), line)
-        for needs, block in blocks(text, "bash")
-        for line in block.replace("\\\n", " ").splitlines()
-        if line.strip()
-    ]
-
-
-def prose(text: str) -> str:
-    return re.sub(r"^```(?:.*\n)*?```$", "", text, flags=re.MULTILINE)
 
 
 # --- the rules ---
@@ -612,7 +590,7 @@ def test_containers_change_two_commands_of_the_job_script():
     assert run.replace('"${CONTAINER[@]}" ', "") in script
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_the_picture_is_of_todays_scripts(monkeypatch):
     """Planted: another prediction, another diffstat."""
     drawn = (ROOT / "01-single-gpu/chapters.svg").read_text()
@@ -733,7 +711,7 @@ def checkout(make_folder) -> Path:
             shutil.copy2(ROOT / name, folder / name)
     if (ROOT / ".venv").exists():
         (folder / ".venv/bin").mkdir(parents=True)
-        programs = [*(ROOT / ".venv/bin").iterdir(), *quick_commands().iterdir()]
+        programs = (ROOT / ".venv/bin").iterdir()
         for name, path in {path.name: path for path in programs}.items():
             (folder / ".venv/bin" / name).symlink_to(path)
         for path in (ROOT / ".venv").iterdir():
@@ -756,11 +734,11 @@ def checkout(make_folder) -> Path:
 
 def run_in(folder: Path, command: str) -> None:
     """Run a command as a reader of the pages does."""
-    environment = quick()
+    env = environment()
     if (folder / ".venv").exists():
-        environment.pop("VIRTUAL_ENV", None)
+        env.pop("VIRTUAL_ENV", None)
     done = subprocess.run(
-        ["bash", "-c", command], cwd=folder, env=environment, capture_output=True, text=True
+        ["bash", "-c", command], cwd=folder, env=env, capture_output=True, text=True
     )
     assert done.returncode == 0, f"{command}\n{done.stdout}{done.stderr}"
 
@@ -768,7 +746,7 @@ def run_in(folder: Path, command: str) -> None:
 @pytest.mark.parametrize(
     "same",
     [
-        pytest.param(same, id=key, marks=[pytest.mark.slow] if scripts_of(key) else [])
+        pytest.param(same, id=key, marks=[pytest.mark.ci] if scripts_of(key) else [])
         for key, same in KINDS.items()
     ],
 )
@@ -794,7 +772,7 @@ def test_command(same, checkout, record_property):
     record_property(COUNTED, [how for how, _ in same])
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_both_pods_start_again_if_one_is_stopped(checkout):
     """The script of the manifest runs twice on this machine, with a small model."""
     (script,) = shell_scripts(manifests(CONTAINERS.read_text()))
@@ -805,7 +783,7 @@ def test_both_pods_start_again_if_one_is_stopped(checkout):
     run, real = checkout / "outputs/pods", {"PYTHON": sys.executable, "PYTHON_EXEC": sys.executable}
 
     def statuses(script: str, stop: bool) -> list[int]:
-        env = quick(NNODES=2, HEAD=f"localhost:{free_port()}", NPROC_PER_NODE=1, **real)
+        env = environment(NNODES=2, HEAD=f"localhost:{free_port()}", NPROC_PER_NODE=1, **real)
         started = {"cwd": checkout, "env": env, "start_new_session": True}
         pods = [subprocess.Popen(["bash", "-c", script], **started) for _ in range(2)]
         try:
@@ -914,7 +892,7 @@ for file, *words in chosen:
 """
 
 
-@pytest.mark.slow  # so are most of the tests that it counts
+@pytest.mark.ci  # so are most of the tests that it counts
 def test_commands_that_other_tests_run(tmp_path, record_property):
     """Pytest finds the tests; test_multi_node.py types all commands of one page."""
     others = [command for how, command in ALL if how == ELSEWHERE]

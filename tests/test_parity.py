@@ -1,184 +1,40 @@
 """The parity ladder: at every number of ranks, the training of chapter 1."""
 
 import contextlib
-import dataclasses
-import functools
-import json
-import re
 import subprocess
-from collections.abc import Callable, Iterator
-from itertools import chain, product
+from collections.abc import Iterator
+from itertools import product
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import (
+from helpers import (
     CHAPTERS,
     ROOT,
-    first_then_slow,
+    STEPS,
+    Ladder,
+    Run,
+    assert_chapter_1,
+    assert_noticed,
+    environment,
+    first_then_nightly,
     float32,
     free_port,
-    quick,
-    random_texts,
-    read_metrics,
+    planted,
+    selected_runs,
+    without_kernels,
 )
-from runner import Series, finish, start
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
 from torch.nn import parallel
 from torch.nn.parallel import DistributedDataParallel
 
 DISTRIBUTED = CHAPTERS[1:]
-STEPS = 10
-LENGTH = 16  # tokens of a sequence: longer ones take longer and show nothing more
-
-
-@dataclasses.dataclass(frozen=True)
-class Run:
-    """A chapter on some ranks, with these arguments.
-
-    replaced: (right, wrong) texts in the script, to plant a bug. note: given a path for each rank,
-    returns a context in which the rank runs and notes what a test wants to know.
-    """
-
-    chapter: str
-    world_size: int
-    args: tuple[object, ...] = ()
-    replaced: tuple[tuple[str, str], ...] = ()
-    note: Callable[[str], contextlib.AbstractContextManager] | None = None
-
-    @property
-    def name(self) -> str:
-        bug = [f"bug{abs(hash(self.replaced))}"] if self.replaced else []
-        note = [self.note.__name__] if self.note else []
-        words = [self.chapter, str(self.world_size), *map(str, self.args), *bug, *note]
-        return re.sub(r"[^\w.-]+", "-", "-".join(words))
-
-
-class Ladder:
-    """Runs of one kind of training in one folder, each started once and kept by its name.
-
-    selected: runs that tests will ask for. All of the same number of ranks are done in one start.
-    in_shell: as for Series. length: tokens of a sequence, a multiple of 16.
-    """
-
-    def __init__(
-        self,
-        folder: Path,
-        selected: list[Run] = (),
-        in_shell: bool = False,
-        length: int = LENGTH,
-    ) -> None:
-        self.folder = folder
-        self.length = length
-        self.selected = selected
-        self.in_shell = in_shell
-        self.done: dict[Run, Series] = {}
-        # 7 steps an epoch, so that 10 steps are in two of them.
-        (folder / "corpus.json").write_text(json.dumps(random_texts(7 * length // 16)))
-
-    def flags(self, name: str, *args: object) -> list[object]:
-        return [
-            *("-d", self.folder / "corpus.json", "-s", self.length, "--global-batch-size", 24),
-            *("--max-steps", STEPS, "--log-freq", 1, "--eval-freq", 5, "--ckpt-freq", STEPS),
-            *("--warmup-steps", 3, "--save-dir", self.folder, "-e", name, *args),
-        ]
-
-    def samples_file(self, name: str, rank: int = 0) -> str:
-        return str(self.folder / f"{name}-{rank}.samples")
-
-    def alone(self, *args: object, **options: object) -> str:
-        """Run chapter 1 with these arguments, if it has not run yet; return the run's name."""
-        name = "-".join(["alone", *map(str, args)])
-        if not (self.folder / name).exists():
-            options = {"samples_file": self.samples_file(name), **options}
-            assert finish(start(self.flags(name, *args), **options)) == 0
-        return name
-
-    def run(self, run: Run) -> str:
-        """Do this run, if it is not done yet, and return its name; fails if the run did."""
-        if run not in self.done:
-            others = [r for r in self.selected if r.world_size == run.world_size and r != run]
-            runs = [run, *(other for other in others if other not in self.done)]
-            options = {each.name: self._options(each) for each in runs}
-            folder = self.folder / f"series-{len(self.done)}"
-            series = Series(run.world_size, options, folder, in_shell=self.in_shell)
-            self.done |= dict.fromkeys(runs, series)
-        self.done[run].assert_ended(run.name)
-        return run.name
-
-    def _options(self, run: Run) -> dict[str, object]:
-        chapter = run.chapter
-        if run.replaced:
-            chapter = str(plant(run.chapter, self.folder / f"{run.name}-script", run.replaced))
-        ranks = range(run.world_size)
-        within = [functools.partial(run.note, path) for path in self.notes(run)] if run.note else []
-        return {
-            "args": self.flags(run.name, *run.args),
-            "chapter": chapter,
-            "samples_file": [self.samples_file(run.name, rank) for rank in ranks],
-            "within": within or None,
-        }
-
-    def notes(self, run: Run) -> list[str]:
-        return [str(self.folder / f"{run.name}-{r}.notes") for r in range(run.world_size)]
-
-    def metrics(self, name: str) -> list[dict]:
-        return read_metrics(self.folder / name)
-
-    def samples(self, name: str, world_size: int = 1) -> list[list[int]]:
-        """Return the samples of each step, of all ranks together, in the order of their numbers."""
-        parts = []
-        for rank in range(world_size):
-            lines = Path(self.samples_file(name, rank)).read_text().splitlines()
-            parts.append([json.loads(line) for line in lines])
-        return [sorted(chain.from_iterable(step)) for step in zip(*parts, strict=True)]
-
-
-def selected_runs(request: pytest.FixtureRequest) -> list[Run]:
-    """Return the runs that are parameters of the tests of this module that were chosen to run."""
-    items = [i for i in request.session.items if i.path == request.path and hasattr(i, "callspec")]
-    values = chain.from_iterable(item.callspec.params.values() for item in items)
-    return list(dict.fromkeys(value for value in values if isinstance(value, Run)))
-
-
-def plant(chapter: str, folder: Path, replacements: list[tuple[str, str]]) -> Path:
-    """Return a folder with the chapter's script in which each text is replaced."""
-    source = (ROOT / chapter / "train_llm.py").read_text()
-    for right, wrong in replacements:
-        assert source.count(right) == 1, right
-        source = source.replace(right, wrong)
-    folder.mkdir()
-    (folder / "train_llm.py").write_text(source)
-    return folder
 
 
 @pytest.fixture(scope="module")
 def ladder(request, make_folder) -> Ladder:
     return Ladder(make_folder("ladder"), selected_runs(request))
-
-
-def assert_parity(ladder: Ladder, expected: str, found: str, world_size: int) -> None:
-    """Each loss within 1e-5, each norm within 1e-3, and the same samples in every global batch."""
-    same_samples = ladder.samples(found, world_size) == ladder.samples(expected)
-    assert same_samples, "the samples differ"
-    expected, found = ladder.metrics(expected), ladder.metrics(found)
-    assert len(expected) == STEPS and expected[-1]["epoch"] == 1
-    assert expected[-1]["loss"] < expected[0]["loss"] - 1
-    for key in ("step", "epoch", "lr"):
-        same = [line[key] for line in found] == [line[key] for line in expected]
-        assert same, f"the {key} differ"
-    for key, rel in (("loss", 1e-5), ("grad_norm", 1e-3), ("eval_loss", 1e-5)):
-        right = [line[key] for line in expected if key in line]
-        there = [line[key] for line in found if key in line]
-        assert there == pytest.approx(right, rel=rel), f"the {key} differ"
-
-
-def assert_chapter_1(ladder: Ladder, run: Run) -> None:
-    """The same training as chapter 1's, of the same model, without any of the other arguments."""
-    model = run.args[run.args.index("-m") + 1] if "-m" in run.args else "gpt2-tiny"
-    found = ladder.run(run)
-    assert_parity(ladder, ladder.alone("-m", model, "-b", 24), found, run.world_size)
 
 
 # Ranks, model and sequences in a micro-batch: 24 in one go, or 2 with gradient accumulation. Every
@@ -199,7 +55,7 @@ def every_world_size() -> Iterator[object]:
         quick = CASES[:4] if chapter == DISTRIBUTED[0] else CASES[:1]
         yield pytest.param(
             Run(chapter, world_size, ("-m", model, "-b", b, *float32(chapter))),
-            marks=[] if (world_size, model, b) in quick else [pytest.mark.slow],
+            marks=[] if (world_size, model, b) in quick else [pytest.mark.ci],
             id=f"{chapter}-{model}-{world_size}-{'at once' if b == 24 else 'accumulated'}",
         )
 
@@ -210,16 +66,16 @@ def test_same_training_at_every_world_size(ladder, run):
 
 
 @pytest.mark.parametrize(
-    "run", first_then_slow([Run("02-ddp", n, ("-b", 4, "--zero1")) for n in (2, 1, 3)]), ids=str
+    "run", first_then_nightly([Run("02-ddp", n, ("-b", 4, "--zero1")) for n in (2, 1, 3)]), ids=str
 )
 def test_same_training_with_sharded_moments(ladder, run):
     assert_chapter_1(ladder, run)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_two_launchers_on_one_machine_are_one(ladder):
     """Two nodes, as far as torchrun is concerned, and as one can have them without root."""
-    env = quick(HEAD=f"localhost:{free_port()}", NNODES=2, NPROC_PER_NODE=2)
+    env = environment(HEAD=f"localhost:{free_port()}", NNODES=2, NPROC_PER_NODE=2)
     words = ["bash", ROOT / "03-multi-node/launch_torchrun.sh", *ladder.flags("two-launchers")]
     nodes = [subprocess.Popen([str(word) for word in words], env=env) for _ in range(2)]
     assert [node.wait(600) for node in nodes] == [0, 0]
@@ -232,19 +88,10 @@ def test_two_launchers_on_one_machine_are_one(ladder):
         assert len(right) >= 2 and found == pytest.approx(right, rel=rel)
 
 
-@contextlib.contextmanager
-def without_kernels(path: str) -> Iterator[None]:
-    """Compile to graphs only: to make kernels of them takes a minute, and test_training.py does."""
-    compiler = torch.compile
-    torch.compile = functools.partial(compiler, backend="aot_eager")
-    yield
-    torch.compile = compiler
-
-
 COMPILED = Run("02-ddp", 2, ("-b", 6, "--compile"), note=without_kernels)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("run", [COMPILED], ids=["02-ddp"])
 def test_same_training_compiled(ladder, run):
     """TorchDynamo splits the graph at the buckets, so that they can still be sent early."""
@@ -291,23 +138,6 @@ BUGS = {
         [("range(rank, len(eval_data), world_size)", "range(6)")],
     ),
 }
-
-
-def planted(chapter: str, world_size: int, bugs: dict[str, tuple]) -> list[object]:
-    """Return parameters (what must be red, run) of the bugs; a third entry is more arguments."""
-    return [
-        pytest.param(
-            *(red, Run(chapter, world_size, ("-b", 6, *args), tuple(replaced))),
-            marks=pytest.mark.planted,
-            id=name,
-        )
-        for name, (red, replaced, *args) in bugs.items()
-    ]
-
-
-def assert_noticed(ladder: Ladder, red: str, run: Run) -> None:
-    with pytest.raises(AssertionError, match=rf"^the ({red}) (differ|failed)"):
-        assert_chapter_1(ladder, run)
 
 
 @pytest.mark.parametrize(("red", "run"), planted("02-ddp", 2, BUGS))

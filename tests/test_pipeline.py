@@ -4,10 +4,10 @@ import json
 
 import pytest
 import torch
-from test_multi_node import Lab
+from jobs import Lab
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-pytestmark = [pytest.mark.slurm, pytest.mark.slow]
+pytestmark = pytest.mark.ci
 JOB = "03-multi-node/pipeline.sbatch"
 COMMENT = "our own words, first try"
 RESULTS = ("tokenizer", "evaluation.json", "model", "samples.jsonl")

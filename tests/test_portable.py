@@ -7,10 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import ROOT, first_then_slow
+from helpers import ROOT, first_then_nightly, full
 from runner import ask_ranks
 from torch.distributed.fsdp import fully_shard
-from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -22,10 +21,6 @@ from common.checkpoint import (
     save_load,
 )
 from common.cli import InputError
-
-
-def full(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
 def parameter_groups(model: torch.nn.Module, action: str) -> list[dict]:
@@ -106,7 +101,7 @@ def run_ranks(world_size: int, sharded: bool, action: str, folder: Path) -> list
 
 
 @pytest.mark.parametrize(
-    ("saved_on", "saved_sharded"), first_then_slow([(2, True), (1, False), (2, False)])
+    ("saved_on", "saved_sharded"), first_then_nightly([(2, True), (1, False), (2, False)])
 )
 def test_saved_on_some_ranks_loaded_on_others(tmp_path, saved_on, saved_sharded):
     expected = run_ranks(saved_on, saved_sharded, "save", tmp_path)[0]

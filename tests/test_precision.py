@@ -24,19 +24,26 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import EVALUATED_LITTLE, ROOT, first_then_slow, read_metrics
-from runner import Ranks, Series, finish, load_script
-from test_hsdp import TWO_BY_TWO, run_on_nodes
-from test_parity import Ladder, Run, plant, selected_runs
-from test_resume import assert_same_tensors
-from test_resume_ranks import (
+from helpers import (
+    EVALUATED_LITTLE,
+    ROOT,
+    TWO_BY_TWO,
+    Ladder,
+    Run,
     assert_exact,
+    assert_same_tensors,
+    first_then_nightly,
     go_back_to,
     newest_step,
+    plant,
+    read_metrics,
+    run_on_nodes,
     save_what_is_loaded,
+    selected_runs,
     speak_at_once,
     tensors,
 )
+from runner import Ranks, Series, finish, load_script
 from torch.distributed.fsdp._fully_shard import _fsdp_param_group as fsdp
 from torch.distributed.fsdp._fully_shard._fsdp_param import FSDPParam
 from torch.optim.optimizer import (
@@ -129,7 +136,7 @@ def exact_cases() -> Iterator[object]:
         yield pytest.param(
             few(BEFORE, world_size, *model, *args),
             few(CHAPTER, world_size, *model, *args, *found),
-            marks=[] if number < 2 else [pytest.mark.slow],
+            marks=[] if number < 2 else [pytest.mark.ci],
             id=" ".join(map(str, words)),
         )
 
@@ -398,7 +405,7 @@ def wrong_types(ladder: Ladder, expected: dict[str, list[str]], run: Run) -> set
     [
         pytest.param(
             *(types, few(CHAPTER, 2, *args, note=note_types)),
-            marks=[] if name in ("bf16, accumulated", "fp16") else [pytest.mark.slow],
+            marks=[] if name in ("bf16, accumulated", "fp16") else [pytest.mark.ci],
             id=name,
         )
         for name, (types, args) in TYPES.items()
@@ -524,7 +531,7 @@ def assert_all_skip(steps: list[list[dict]], metrics: list[dict]) -> None:
 
 @pytest.mark.parametrize(
     "run",
-    first_then_slow([overflowing(2), overflowing(3), overflowing(2, "--cpu-offload")]),
+    first_then_nightly([overflowing(2), overflowing(3), overflowing(2, "--cpu-offload")]),
     ids=["2", "3", "cpu"],
 )
 def test_all_ranks_skip_a_step_that_overflows_on_one(ladder, run):
@@ -536,7 +543,7 @@ def begin_overflow(path: str) -> None:
     overflow(path).__enter__()
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_all_ranks_of_two_nodes_skip_a_step_that_overflows_on_one(ladder, tmp_path):
     files = [str(tmp_path / str(rank)) for rank in range(4)]
     plants = [functools.partial(begin_overflow, file) for file in files]
@@ -605,7 +612,7 @@ def test_planted_clip_before_unscale_is_noticed(ladder, expected, run):
         assert_clipped_by_the_true_norm(ladder, expected, run)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize(("right", "scaled", "bare"), [ZEROS.values()], ids=[""])
 def test_scaling_keeps_small_gradients(ladder, right, scaled, bare):
     """Without it, which is the planted bug, half of them are zero as soon as it has learned a bit.
@@ -685,7 +692,7 @@ def test_goes_on_with_the_scale_it_had(resumes):
     resumes.assert_same(resumes.ladder.run(resumes.resumed["no bug"]))
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_goes_on_with_the_scale_it_had_after_kill_9(resumes, tmp_path):
     chapter = str(plant(CHAPTER, tmp_path / "growing", [GROWING]))
     flags = resumes.ladder.flags("killed", *RESUMED, *KEEP)
@@ -753,7 +760,7 @@ def name_of(origin: str, chapter: str, args: tuple[str, ...]) -> str:
     return "-".join([origin.replace(" ", "-"), chapter, *args])
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize(("origin", "chapter", "args"), HAND_OVERS, ids=str)
 def test_goes_on_in_another_precision_or_chapter(handed_over, origin, chapter, args):
     """With all that was saved but the scaler; the losses stay near those of the rest of the run."""
@@ -820,7 +827,7 @@ def assert_shares_are_true(ladder: Ladder, run: Run) -> list[float]:
 SHARES = [few(CHAPTER, world_size, *PURE, *LOGGED, note=log_shares) for world_size in (1, 2)]
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize(("one", "two"), [SHARES], ids=[""])
 def test_share_of_weights_that_change(ladder, one, two):
     """In bfloat16 most stay as they are; on 2 ranks as on 1, but for what rounding moves."""

@@ -3,18 +3,15 @@
 import argparse
 import json
 import re
-import sys
 from dataclasses import asdict
 from pathlib import Path
 
-import matplotlib
-import pytest
-from conftest import ROOT, run_script
-
-sys.path.extend([str(ROOT / "tests/benchmarks"), str(ROOT / "04-fsdp")])
 import fsdp
+import matplotlib
 import predictions
+import pytest
 import report
+from helpers import ROOT, run_script
 
 import peak_memory
 
@@ -215,7 +212,7 @@ def test_compiled_gpt2_holds_what_was_predicted():
             assert each["median"]["peak_mem_gib"] != pytest.approx(planted, rel=0.3)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_the_file_of_predictions_is_what_memory_py_says():
     assert predictions.predict_all() == predicted(), STALE
 
@@ -277,7 +274,7 @@ def test_steps_around_a_save():
 # --- figure ---
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_the_figure_is_what_the_command_draws(tmp_path):
     committed = FIGURE.read_text()
     version = re.search(r"Matplotlib v([\d.]+\d)", committed)[1]

@@ -20,17 +20,16 @@ import pytest
 import torch
 import torch.distributed as dist
 from cluster import PATIENCE_S, running_cluster
-from conftest import (
+from helpers import (
     ROOT,
     TORCHRUN,
-    first_then_slow,
+    first_then_nightly,
     free_port,
-    quick_commands,
     replace_in,
     run_script,
 )
+from jobs import NODES, Lab
 from runner import Ranks, finish, load_script, place_of, start
-from test_multi_node import NODES, Lab
 from torch.distributed import TCPStore
 
 from common.checkpoint import save_load
@@ -293,7 +292,7 @@ def test_under_torchrun(tmp_path, corpus):
         assert figure["GB/s"] == pytest.approx(expected)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_a_process_alone(tmp_path, corpus):
     done = run_script(SCRIPT, *QUICK, "--save-dir", tmp_path / "outputs", "-d", corpus)
     assert done.returncode == 0, done.stderr
@@ -333,7 +332,7 @@ def _prepare(stdout: Path, plant) -> None:
         plant()
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_bad_input_ends_with_status_2_and_overwrites_nothing(tmp_path, corpus):
     """On all ranks, since all of them have it: what one node alone lacks is a fault of its own."""
     kept = tmp_path / "kept.json"
@@ -385,7 +384,7 @@ def slow_down(attempts: int, node: str) -> None:
     dist.all_reduce = all_reduce
 
 
-@pytest.mark.parametrize("node", first_then_slow(["1", "0"]), ids=["link", "within"])
+@pytest.mark.parametrize("node", first_then_nightly(["1", "0"]), ids=["link", "within"])
 @pytest.mark.parametrize("attempts", [network.ATTEMPTS - 1, network.ATTEMPTS])
 def test_a_fault_is_what_is_slow_each_time(tmp_path, corpus, attempts, node):
     slow = functools.partial(slow_down, attempts, node)
@@ -530,7 +529,7 @@ class Nodes:
             "SCRIPT": str(SCRIPT),
             **env,
         }
-        script = f'{shell} {quick_commands()}/python "$SCRIPT" "$@"'
+        script = f'{shell} {sys.executable} "$SCRIPT" "$@"'
         words = [
             "srun",
             f"-N{self.count}",
@@ -578,8 +577,7 @@ def last_sentence(said: str) -> str:
     return sentence
 
 
-@pytest.mark.slurm
-@pytest.mark.slow
+@pytest.mark.ci
 def test_two_healthy_nodes(nodes):
     figures = nodes.folder / "healthy.json"
     status, said = nodes.check("--output", figures)
@@ -597,8 +595,7 @@ def test_two_healthy_nodes(nodes):
     assert list((nodes.folder / "outputs").iterdir()) == []
 
 
-@pytest.mark.slurm
-@pytest.mark.slow
+@pytest.mark.ci
 def test_all_that_is_different_on_node2(nodes, tmp_path):
     """Another torch, clock, code (one byte), data and save folder, all at once."""
     copy = tmp_path / "copy"
@@ -635,8 +632,7 @@ def test_all_that_is_different_on_node2(nodes, tmp_path):
     assert last_sentence(said) == f"Failed, 5 faults: {'; '.join(faults)}."
 
 
-@pytest.mark.slurm
-@pytest.mark.slow
+@pytest.mark.ci
 def test_a_port_that_a_firewall_closes(nodes):
     with nodes.dropped("node1", "ipproto", "tcp", "dport", nodes.port + 1):
         status, said = nodes.check("--timeout", 8)
@@ -654,8 +650,7 @@ def test_a_port_that_a_firewall_closes(nodes):
         ) in said
 
 
-@pytest.mark.slurm
-@pytest.mark.slow
+@pytest.mark.ci
 def test_a_link_slowed_down_with_tc(nodes):
     """20 Mbit/s are 0.0025 GB/s. The same check of the link as it is finds nothing."""
     flags = ("--max-bytes", 2**20, "--min-bandwidth", 0.01)
@@ -678,8 +673,7 @@ def test_a_link_slowed_down_with_tc(nodes):
     assert status == 0, said
 
 
-@pytest.mark.slurm
-@pytest.mark.slow
+@pytest.mark.ci
 def test_one_slow_node_of_three_with_the_default_thresholds(tmp_path):
     """No link of healthy nodes is slow. At 4 Mbit/s all ranks together do not reach 1 MiB."""
     with running_cluster(3) as trio:
@@ -710,8 +704,7 @@ def block_of_the_page(word: str) -> str:
     return block
 
 
-@pytest.mark.slurm
-@pytest.mark.slow
+@pytest.mark.ci
 def test_as_a_line_of_the_job_file(cluster, tmp_path):
     """The page's line where the page puts it, in a copy of job.sbatch; then the training."""
     lab = Lab(cluster, tmp_path)
@@ -734,7 +727,7 @@ def test_as_a_line_of_the_job_file(cluster, tmp_path):
         "# yesterday's\n" + Path(save_load.__file__).read_text()
     )
     old = f"export PYTHONPATH={tmp_path}/old:{tmp_path}/copy;"
-    there = f"if [[ $(hostname) == node2 ]]; then {old} fi; exec {quick_commands()}/python"
+    there = f"if [[ $(hostname) == node2 ]]; then {old} fi; exec {sys.executable}"
     words = f"=2 bash -c '{there} \"$@\"' task 03"
     replace_in(job, '=2 "$PYTHON" 03', words)
     number = lab.submit(job, "refused", "--max-steps", 4, **env)
@@ -743,8 +736,7 @@ def test_as_a_line_of_the_job_file(cluster, tmp_path):
     assert "step 4/4" not in lab.log("refused")
 
 
-@pytest.mark.slurm
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("launcher", ["mpirun", "torchrun"])
 def test_with_other_launchers_as_the_page_has_them(cluster, tmp_path, launcher):
     lab = Lab(cluster, tmp_path)
@@ -772,8 +764,7 @@ def test_with_other_launchers_as_the_page_has_them(cluster, tmp_path, launcher):
     assert "Passed: 4 ranks on 2 nodes" in "".join(said)
 
 
-@pytest.mark.slurm
-@pytest.mark.slow
+@pytest.mark.ci
 def test_ports_other_than_the_first_that_a_firewall_closes(nodes):
     """The ranks meet, and cannot connect to one another: node2's packets to them are dropped."""
     rule = ("ip", "-n", f"{nodes.cluster.name}-node1", "rule")
@@ -788,8 +779,7 @@ def test_ports_other_than_the_first_that_a_firewall_closes(nodes):
     assert "Failed: connecting the ranks: " in said, said
 
 
-@pytest.mark.slurm
-@pytest.mark.slow
+@pytest.mark.ci
 def test_a_node_whose_network_goes_ends_all_and_on_both_sides(nodes, tmp_path):
     """srun does not end the others here: they find out for themselves."""
     process = nodes.start("--timeout", 4, kill=0, plant="pause", MARKS=str(tmp_path))

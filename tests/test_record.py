@@ -2,8 +2,8 @@
 
 import pytest
 import record
-from conftest import ROOT
-from test_pages import RECORDED, name_of
+from helpers import ROOT, name_of
+from test_pages import RECORDED
 
 pytestmark = pytest.mark.check
 

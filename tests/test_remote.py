@@ -18,8 +18,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, first_then_slow, load_script
-from runner import Ranks, finish, start
+from helpers import ROOT, first_then_nightly
+from runner import Ranks, finish, load_script, start
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
@@ -221,7 +221,7 @@ CUT = [("01-single-gpu", ()), ("02-ddp", ()), ("04-fsdp", ("--async-checkpoint",
 
 
 @pytest.mark.parametrize(
-    ("chapter", "options"), first_then_slow(CUT), ids=[chapter for chapter, _ in CUT]
+    ("chapter", "options"), first_then_nightly(CUT), ids=[chapter for chapter, _ in CUT]
 )
 def test_a_connection_cut_in_a_save(chapter, options, server, bucket, straight, texts, tmp_path):
     """A megabyte into the first file of the second checkpoint: of more it has 13 or 7."""
@@ -465,20 +465,20 @@ def test_first_save_cut_at_each_change(run_dir, monkeypatch):
     assert fail_at_each_request(run_dir, monkeypatch, [], (1, 1.0)) >= 5
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_third_save_cut_at_each_change(run_dir, monkeypatch):
     """It deletes the first one."""
     assert fail_at_each_request(run_dir, monkeypatch, [(1, 1.0), (2, 2.0)], (3, 3.0)) >= 6
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_third_save_cut_at_questions_too(run_dir, monkeypatch):
     """A store that does not answer has not said that there is nothing."""
     before = [(1, 1.0), (2, 2.0)]
     assert fail_at_each_request(run_dir, monkeypatch, before, (3, 3.0), changes=False) >= 30
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_save_of_a_step_that_is_recorded_cut_at_each_change(run_dir, monkeypatch):
     """As after a return to an older checkpoint, by somebody who has not deleted all newer ones."""
     assert fail_at_each_request(run_dir, monkeypatch, [(1, 1.0), (2, 2.0)], (2, 3.0)) >= 7
@@ -517,7 +517,7 @@ def keep_the_record(patch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     ("plant", "step", "noticed"),
-    first_then_slow(
+    first_then_nightly(
         [
             (record_first, 3, "step-00000003 cannot be read: there is no "),
             (believe_the_names, 3, "step-00000003 cannot be read: there is no "),

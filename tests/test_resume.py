@@ -16,7 +16,14 @@ import numpy as np
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from conftest import ROOT, first_then_slow, read_metrics
+from helpers import (
+    EXACT,
+    RESUMED_STEPS,
+    assert_same_tensors,
+    first_then_nightly,
+    make_flags,
+    read_metrics,
+)
 from runner import SAVE_STAGES, finish, start
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.optim.lr_scheduler import LambdaLR
@@ -28,29 +35,12 @@ from common.checkpoint.manifest import measure_file
 from common.cli import InputError
 from common.data import ResumableSampler
 
-STEPS = 40
-EXACT = ("loss", "lr", "grad_norm", "epoch", "eval_loss")
+STEPS = RESUMED_STEPS
 
 
 @pytest.fixture(scope="module")
 def flags(make_folder) -> list[object]:
     return make_flags(make_folder("inputs"))
-
-
-def make_flags(folder: Path) -> list[object]:
-    """A model with dropout, so that the random state counts, and a corpus of 15 steps an epoch."""
-    config = json.loads((ROOT / "common/presets/gpt2-tiny/config.json").read_text())
-    config |= {"attn_pdrop": 0.1, "resid_pdrop": 0.1, "embd_pdrop": 0.1, "n_embd": 32}
-    (folder / "model").mkdir()
-    (folder / "model/config.json").write_text(json.dumps(config))
-    words = random.Random(0)
-    texts = ["".join(words.choice("abc \n") for _ in range(200)) for _ in range(24)]
-    (folder / "corpus.json").write_text(json.dumps(texts))
-    return [
-        *("-m", folder / "model", "--tokenizer-name", "gpt2-tiny", "-d", folder / "corpus.json"),
-        *("-s", 32, "--global-batch-size", 6, "-b", 3, "--max-steps", STEPS, "--log-freq", 3),
-        *("--eval-freq", 10, "--ckpt-freq", 5, "--warmup-steps", 10, "--lr", 1e-2),
-    ]
 
 
 class Runs:
@@ -112,17 +102,6 @@ def assert_same_training(straight: Runs, runs: Runs, trained: int, resumed_after
     assert_same_tensors(straight.tensors("straight"), runs.tensors("stopped"))
 
 
-def assert_same_tensors(expected: object, found: object, key: str = "") -> None:
-    if isinstance(expected, dict):
-        assert expected.keys() == found.keys() and expected
-        for name, value in expected.items():
-            assert_same_tensors(value, found[name], f"{key}.{name}")
-    elif isinstance(expected, torch.Tensor):
-        assert torch.equal(expected, found), key
-    else:
-        assert repr(expected) == repr(found), key
-
-
 def test_after_ctrl_c(straight, runs, tmp_path):
     process = runs.start("stopped", stderr_file=str(tmp_path / "stderr"), pause=0.05)
     deadline = time.monotonic() + 120
@@ -149,7 +128,7 @@ def test_after_kill_9_in_a_later_epoch(straight, runs):
     assert_same_training(straight, runs, *stop)
 
 
-@pytest.mark.parametrize("stage", first_then_slow(SAVE_STAGES))
+@pytest.mark.parametrize("stage", first_then_nightly(SAVE_STAGES))
 def test_after_kill_9_in_a_save(straight, runs, stage):
     assert runs.finish("stopped", kill_in_save=(4, stage)) == -signal.SIGKILL
     trained, resumed_after = runs.stopped_after("stopped")
@@ -162,7 +141,7 @@ def test_after_kill_9_in_a_save(straight, runs, stage):
     assert kept == {"step-00000035", "step-00000040"}, "nothing half-written stays"
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_after_kill_9_in_a_save_that_replaces_a_newer_checkpoint(straight, runs):
     """Back to step 35 and on to 40, killed when the new folder is there and not its record."""
     assert runs.finish("stopped") == 0
@@ -176,7 +155,7 @@ def test_after_kill_9_in_a_save_that_replaces_a_newer_checkpoint(straight, runs)
     assert_same_tensors(straight.tensors("straight"), runs.tensors("stopped"))
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_ctrl_c_in_a_save_is_no_full_disk(straight, runs, tmp_path):
     options = {"interrupt_in_save": 4, "stderr_file": str(tmp_path / "stderr")}
     assert runs.finish("stopped", **options) == 130
@@ -241,7 +220,7 @@ def forget_the_loss_since_the_last_log(monkeypatch):
 
 BUGS = (
     None,
-    *first_then_slow(
+    *first_then_nightly(
         [
             drop_the_moments,
             keep_seeded_rng,

@@ -1,27 +1,35 @@
 """Runs that are stopped and go on: on as many ranks, on others, in other chapters."""
 
-import contextlib
 import functools
-import json
 import os
 import re
 import shutil
 import signal
 import subprocess
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
 import psutil
 import pytest
 import torch
-from conftest import ROOT, first_then_slow, read_metrics, wait_for_file
+from helpers import (
+    ROOT,
+    assert_exact,
+    assert_same_tensors,
+    children,
+    first_then_nightly,
+    go_back_to,
+    make_flags,
+    newest_step,
+    plant,
+    read_metrics,
+    save_what_is_loaded,
+    speak_at_once,
+    tensors,
+    wait_for_file,
+)
 from runner import Ranks, finish, start
-from test_parity import plant
-from test_resume import EXACT, assert_same_tensors, make_flags
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from common import checkpoint, cli
 from common.checkpoint import save_load
 
 MIDDLE = 15
@@ -53,33 +61,6 @@ def run(world_size: int, flags: list[object], name: str, *args: object, **option
     return Ranks(world_size, arguments, chapter="02-ddp", **options).finish()
 
 
-def go_back_to(step: int, run_dir: Path) -> None:
-    """Delete the checkpoints after this step: the next start goes on from there."""
-    for path in (run_dir / "checkpoints").iterdir():
-        if int(path.name.removeprefix("step-")) > step:
-            shutil.rmtree(path)
-
-
-def newest_step(run_dir: Path) -> int:
-    """Return the step that the run goes on after."""
-    return json.loads((run_dir / "state.json").read_text())["checkpoints"][-1]["step"]
-
-
-def tensors(run_dir: Path, step: int | None = None) -> dict:
-    """Return all that the checkpoint of a step holds, by default the newest one."""
-    path = run_dir / f"checkpoints/step-{step or newest_step(run_dir):08d}"
-    with tempfile.NamedTemporaryFile() as file:
-        dcp_to_torch_save(path, file.name)
-        return torch.load(file.name, weights_only=False)
-
-
-def assert_exact(expected: Path, found: Path) -> None:
-    for key in EXACT:
-        values = [[line.get(key) for line in read_metrics(path)] for path in (expected, found)]
-        assert values[0] == values[1], key
-    assert_same_tensors(tensors(expected), tensors(found))
-
-
 def assert_close(expected: Path, found: Path) -> None:
     """The losses of another number of ranks: sums are taken in another order."""
     values = [[line.get("loss") for line in read_metrics(path)] for path in (expected, found)]
@@ -106,7 +87,7 @@ def test_each_rank_draws_its_own_dropout(folder, flags, straight, tmp_path):
     assert torch.equal(*states)
 
 
-@pytest.mark.parametrize("victim", first_then_slow([0, 1]))
+@pytest.mark.parametrize("victim", first_then_nightly([0, 1]))
 def test_after_kill_9_of_one_rank(folder, flags, straight, victim):
     """The others end, and say why and how to go on; the run that goes on is the same bit by bit.
 
@@ -132,8 +113,8 @@ def test_after_kill_9_of_one_rank(folder, flags, straight, victim):
 @pytest.mark.parametrize(
     "stops",
     [
-        pytest.param(False, marks=pytest.mark.slow),
-        pytest.param(True, marks=pytest.mark.planted),
+        pytest.param(False, marks=pytest.mark.ci),
+        pytest.param(True, marks=pytest.mark.nightly),
     ],
 )
 def test_torchrun_ends_all_ranks_when_one_is_killed(tmp_path, flags, stops):
@@ -160,16 +141,6 @@ def test_torchrun_ends_all_ranks_when_one_is_killed(tmp_path, flags, stops):
     assert not any(map(psutil.pid_exists, workers))
 
 
-def children(pid: int) -> list[int]:
-    """Return the workers of torchrun, by rank: its child processes that run the script."""
-    found = {}
-    for process in psutil.Process(pid).children():
-        with contextlib.suppress(psutil.Error, KeyError):  # it has ended, or has no rank
-            if "train_llm.py" in " ".join(process.cmdline()):
-                found[int(process.environ()["RANK"])] = process.pid
-    return [found[rank] for rank in sorted(found)]
-
-
 @pytest.fixture(scope="module")
 def alone(folder, no_dropout) -> Path:
     """Chapter 1's run, never stopped."""
@@ -179,7 +150,7 @@ def alone(folder, no_dropout) -> Path:
 
 @pytest.mark.parametrize(
     ("before", "after"),
-    first_then_slow([(2, 1), (2, 4), (0, 2), (2, 0)]),
+    first_then_nightly([(2, 1), (2, 4), (0, 2), (2, 0)]),
     ids=["2 to 1", "2 to 4 ranks", "chapter 1 to 2", "chapter 2 to 1"],
 )
 def test_goes_on_elsewhere(folder, no_dropout, alone, before, after):
@@ -191,7 +162,7 @@ def test_goes_on_elsewhere(folder, no_dropout, alone, before, after):
     assert_close(alone, folder / name)
 
 
-@pytest.mark.parametrize("after", first_then_slow(["2 --zero1", "3 --zero1", "2", "0"]))
+@pytest.mark.parametrize("after", first_then_nightly(["2 --zero1", "3 --zero1", "2", "0"]))
 def test_sharded_moments_go_on(folder, no_dropout, alone, after):
     """ZeRO-1 on 2 ranks, then on as many, on 3, without it, and in chapter 1."""
     name = f"zero1-{after.replace(' ', '')}"
@@ -230,7 +201,7 @@ def save_the_moments_of_rank_0_only() -> None:
     save_load.dcp.save = save
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("bug", [save_the_rate_of_the_last_step, save_the_moments_of_rank_0_only])
 def test_planted_bug_in_sharded_moments_is_noticed(folder, no_dropout, alone, bug):
     assert run(2, no_dropout, bug.__name__, "--zero1", plant=bug) == [0, 0]
@@ -249,19 +220,6 @@ JOURNEY = [
     ("01-single-gpu", 1),
 ]
 EVERY = 4
-
-
-def save_what_is_loaded(folder: Path, bug: Callable[[], None] | None = None) -> None:
-    """Once a checkpoint is loaded, save it as that of a run in this folder."""
-    load = checkpoint.load_checkpoint
-
-    def load_and_save(path: Path, *run: object) -> None:
-        load(path, *run)
-        checkpoint.save_checkpoint(folder, *run, settings={}, keep=1)
-
-    checkpoint.load_checkpoint = load_and_save
-    if bug:
-        bug()
 
 
 def load_no_moments() -> None:
@@ -351,7 +309,7 @@ def sharded(folder, flags) -> Callable[[int], Path]:
     return train
 
 
-@pytest.mark.parametrize(("world_size", "args"), first_then_slow(SHARDED), ids=str)
+@pytest.mark.parametrize(("world_size", "args"), first_then_nightly(SHARDED), ids=str)
 def test_sharded_run_goes_on_after_kill_9(folder, flags, sharded, world_size, args):
     """In the middle of the second epoch, bit by bit on any number of ranks and with any option."""
     straight = sharded(world_size)
@@ -365,8 +323,3 @@ def test_sharded_run_goes_on_after_kill_9(folder, flags, sharded, world_size, ar
     assert newest_step(killed) in ((15, 20) if "--async-checkpoint" in args else (20,))
     assert set(go_on_with("04-fsdp", world_size, arguments)) == {0}
     assert_exact(straight, killed)
-
-
-def speak_at_once() -> None:
-    """A rank that fails waits for rank 0 to speak first; these tests need not."""
-    cli.HEAD_START_S = 0.0

@@ -5,7 +5,8 @@ import re
 from pathlib import Path
 
 import pytest
-from conftest import CHAPTERS, ROOT, load_script
+from helpers import CHAPTERS, ROOT
+from runner import load_script
 
 pytestmark = pytest.mark.check
 

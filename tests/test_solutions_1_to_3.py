@@ -21,20 +21,26 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import test_pages
+import report
 import torch
-from conftest import CHAPTERS, ROOT, random_texts, read_metrics
+from helpers import (
+    CHAPTERS,
+    ROOT,
+    apply,
+    blocks,
+    newest_step,
+    prose,
+    random_texts,
+    read_metrics,
+    run_ranks,
+    speak_at_once,
+    tensors,
+)
 from runner import Ranks, Series, after_steps, finish, start
-from test_allreduce_by_hand import SCRIPT, check_table, run_ranks
-from test_autocast import apply
-from test_resume_ranks import newest_step, tensors
-from test_stop import speak_at_once
+from step_memory import saved_bytes
+from test_allreduce_by_hand import SCRIPT, check_table
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers import AutoModelForCausalLM
-
-sys.path.append(str(ROOT / "tests/benchmarks"))
-import report
-from step_memory import saved_bytes
 
 from common import models
 from common.data import dataset
@@ -167,7 +173,7 @@ def assert_clean_and_taken_back(diff: Path, folder: Path, script: str) -> None:
 @pytest.mark.parametrize(("chapter", "number"), DIFFS)
 def test_diff_applies_and_is_shown(chapter, number, tmp_path):
     diff = (ROOT / chapter / "solutions" / DIFFS[chapter, number]).read_text()
-    assert [block for _, block in test_pages.blocks(section(chapter, number), "diff")] == [diff]
+    assert [block for _, block in blocks(section(chapter, number), "diff")] == [diff]
     patched(chapter, number, tmp_path)
     assert_clean_and_taken_back(
         ROOT / chapter / "solutions" / DIFFS[chapter, number], tmp_path, f"{chapter}/train_llm.py"
@@ -454,7 +460,7 @@ CLAIMS: dict[tuple[str, int], Callable[[], list[str]]] = {
 
 def numbers_nobody_claims(text: str, claims: list[str]) -> list[str]:
     """Numbers of three digits, or with a point or a comma, outside code and what is claimed."""
-    text = flat(test_pages.prose(text))
+    text = flat(prose(text))
     for claim in claims:
         text = text.replace(claim, "")
     text = re.sub(r"`[^`]+`|\]\([^)]+\)|GPT-2 124M|1e-\d|ln 4096|of 4096", "", text)
@@ -484,7 +490,7 @@ def test_a_wrong_number_is_noticed():
 
 
 def test_the_five_lines_print_what_they_promise():
-    ((_, code),) = test_pages.blocks(section(ALONE, 5), "python")
+    ((_, code),) = blocks(section(ALONE, 5), "python")
     printed = io.StringIO()
     with contextlib.redirect_stdout(printed):
         exec(code, {})
@@ -662,7 +668,7 @@ def test_wrong_model(runs):
     assert {0} in of_rank and {1} in of_rank
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("rank", [0, 1])
 def test_rank_that_pauses_is_named(pauses, rank):
     line = read_metrics(pauses / f"pause-{rank}")[-1]
@@ -672,7 +678,7 @@ def test_rank_that_pauses_is_named(pauses, rank):
     assert (line["time/wait"] < per_step / 2) == (rank == 0), "rank 0's own"
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_pause_in_the_last_backward_pass_shows_as_backward(pauses):
     line = read_metrics(pauses / "in-backward")[-1]
     per_step = 1000 * PAUSE_S / LOG_EVERY
@@ -715,7 +721,7 @@ def placed_by_mpirun() -> Iterator[None]:
         del os.environ[name]
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_launchers_agree_to_the_last_digit(tmp_path):
     (tmp_path / "corpus.json").write_text(json.dumps(random_texts(28)))
     chosen = {"torchrun": contextlib.nullcontext, "mpirun": placed_by_mpirun}
@@ -737,7 +743,7 @@ def test_launchers_agree_to_the_last_digit(tmp_path):
     assert losses[0] == losses[1] and len(losses[0]) == STEPS
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_ring_of_8(tmp_path):
     statuses, printed = run_ranks(SCRIPT, tmp_path, 8)
     assert statuses == [0] * 8

@@ -16,16 +16,25 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import test_pages
 import torch
 import torch.distributed as dist
-from conftest import ROOT, random_texts
+from helpers import (
+    ROOT,
+    Ladder,
+    Run,
+    apply,
+    blocks,
+    hunks,
+    newest_step,
+    random_texts,
+    selected_runs,
+    speak_at_once,
+    tensors,
+)
 from runner import Ranks, finish, load_script
-from test_autocast import apply, hunks
 from test_formats import check_rounding, check_step, recorded
 from test_fsdp import OPTIONS, REDUCTIONS, calls, note_calls
 from test_memory import Alive
-from test_parity import Ladder, Run, selected_runs
 from test_precision import (
     FEW,
     FP16,
@@ -36,7 +45,6 @@ from test_precision import (
     overflow,
     overflow_without_agreement,
 )
-from test_resume_ranks import newest_step, tensors
 from test_solutions_1_to_3 import (
     assert_claimed,
     assert_clean_and_taken_back,
@@ -52,7 +60,6 @@ from test_solutions_1_to_3 import (
     tiny,
     unsolved,
 )
-from test_stop import speak_at_once
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from torch.optim.optimizer import register_optimizer_step_pre_hook
@@ -132,7 +139,7 @@ def test_every_diff_is_known():
 @pytest.mark.parametrize(("chapter", "number"), DIFFS)
 def test_diff_applies_and_is_shown(chapter, number, tmp_path):
     diff, name = diff_of(chapter, number), DIFFS[chapter, number][0]
-    shown = [block for _, block in test_pages.blocks(section(chapter, number), "diff")]
+    shown = [block for _, block in blocks(section(chapter, number), "diff")]
     assert shown == [diff.read_text()]
     script = tmp_path / chapter / name
     script.parent.mkdir()
@@ -547,7 +554,7 @@ THREE = Run(SHARDED, 2, (*SIX, "-b", 4), (), note_calls)
 REDUCING = Run(SHARDED, 2, (*SIX, "-b", 4, "--reduce-every-backward"), (), note_calls)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize(("root", "own"), [ROOTS], ids=[""])
 def test_a_smaller_root_trains_the_same(ladder, root, own):
     """With two more all-gathers and one more reduce-scatter in each step."""
@@ -576,7 +583,7 @@ def test_three_micro_batches(ladder, once, each):
 TIES = [Run(SHARDED, 1, (*SIX, "-b", 24), replaced) for replaced in ((), replacements(SHARDED, 5))]
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize(("tied", "untied"), [TIES], ids=[""])
 def test_a_broken_tie_on_one_rank_is_not_noticed(ladder, tied, untied):
     """The first loss is right, and then the output layer goes its own way."""
@@ -609,7 +616,7 @@ def test_a_broken_tie_on_two_ranks_is_refused(ladder, tmp_path):
     assert f"`{holds}`" in flat(section(SHARDED, 5))
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_killed_while_it_writes(ladder):
     """In the second of the checkpoints, after 20 steps each."""
     args = ("--max-steps", 45, "--ckpt-freq", 20, "--async-checkpoint")
@@ -654,7 +661,7 @@ MINDS = [
 ]
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize(("agreed", "alone"), [MINDS], ids=[""])
 def test_a_rank_that_skips_alone(ladder, agreed, alone):
     """It does not move, the other one does; the losses say little, the norm a bit more."""
@@ -687,7 +694,7 @@ def test_a_rank_that_skips_alone(ladder, agreed, alone):
 SUMS = [Run(MIXED, 2, ("-b", 12, *args)) for args in ((), ("--reduce-dtype", "bfloat16"))]
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize(("wide", "narrow"), [SUMS], ids=[""])
 def test_sums_in_16_bits(ladder, wide, narrow):
     """The first loss is the same, the others differ from the fourth digit on."""
@@ -728,7 +735,7 @@ WARM = [Run(MIXED, 1, (*SMALL, *STANDING, *UNTIL_IT_FITS), (), note_largest)]
 WARM += [Run(MIXED, 1, (*SMALL, *FP16, *UNTIL_IT_FITS), (), begin_too_high)]
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize(("exact", "scaled"), [WARM], ids=[""])
 def test_the_largest_gradient_tells_the_scale(ladder, exact, scaled):
     """To a power of two: gradients of activations, which are not looked at, may be larger."""

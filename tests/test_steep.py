@@ -9,8 +9,7 @@ from itertools import product
 from pathlib import Path
 
 import pytest
-from conftest import first_then_slow, float32
-from test_parity import Ladder, Run, selected_runs
+from helpers import Ladder, Run, first_then_nightly, float32, selected_runs
 
 STEPS = 40
 
@@ -73,12 +72,12 @@ def assert_same(steep: Steep, run: Run) -> None:
     assert [line["loss"] for line in found] == pytest.approx(losses, rel=1e-5), "the losses"
 
 
-@pytest.mark.parametrize("run", first_then_slow(RUNS), ids=lambda run: run.name)
+@pytest.mark.parametrize("run", first_then_nightly(RUNS), ids=lambda run: run.name)
 def test_same_training(steep, run):
     assert_same(steep, run)
 
 
-@pytest.mark.planted
+@pytest.mark.nightly
 @pytest.mark.parametrize(
     ("run", "complaint"),
     [(PYTORCHS_NORM, "the first norm"), (OWN_SAMPLE, "the evaluations")],

@@ -11,11 +11,21 @@ import time
 from pathlib import Path
 
 import pytest
-from conftest import CHAPTERS, ROOT, TORCHRUN, first_then_slow, read_metrics, wait_for_file
+from helpers import (
+    CHAPTERS,
+    RESUMED_STEPS,
+    ROOT,
+    TORCHRUN,
+    assert_exact,
+    children,
+    first_then_nightly,
+    make_flags,
+    newest_step,
+    plant,
+    read_metrics,
+    wait_for_file,
+)
 from runner import Ranks, after_steps, finish, start
-from test_parity import plant
-from test_resume import STEPS, make_flags
-from test_resume_ranks import assert_exact, children, newest_step
 
 from common import cli, tracker
 from common.distributed import REQUEUE_STATUS
@@ -79,7 +89,7 @@ class Runs:
         assert steps[0] == steps[1]
         for rank in range(2):
             samples = self.samples(name, rank)
-            assert samples == self.samples(straight, rank) and len(samples) == STEPS
+            assert samples == self.samples(straight, rank) and len(samples) == RESUMED_STEPS
         assert not (self.folder / name / "requeue").exists()
 
 
@@ -88,7 +98,7 @@ def runs(make_folder) -> Runs:
     return Runs(make_folder("runs"))
 
 
-@pytest.fixture(scope="module", params=first_then_slow(STOPPING))
+@pytest.fixture(scope="module", params=first_then_nightly(STOPPING))
 def chapter(request, runs) -> str:
     """The chapter, which has trained without a stop in the run of its name."""
     assert runs.start(request.param, request.param) == [0, 0]
@@ -106,7 +116,7 @@ def test_stopped_and_stopped_again(runs, chapter):
     # No later step is logged but the last one, which ends the run.
     assert runs.start(chapter, name, signals=([USR1], [TERM])) == [0, 0]
     said = runs.said(name, 0)
-    assert "Told to stop" not in said and f"step {STEPS}/{STEPS} |" in said
+    assert "Told to stop" not in said and f"step {RESUMED_STEPS}/{RESUMED_STEPS} |" in said
     runs.assert_undisturbed(name, chapter)
 
 
@@ -162,7 +172,7 @@ def speak_at_once() -> None:
     cli.HEAD_START_S = 0.0
 
 
-@pytest.mark.parametrize("chapter", first_then_slow(STOPPING))
+@pytest.mark.parametrize("chapter", first_then_nightly(STOPPING))
 def test_alone(runs, chapter, tmp_path):
     arguments = [*runs.flags, "--save-dir", tmp_path, "-e", "run"]
     options = {"chapter": chapter, "stderr_file": str(tmp_path / "stderr")}
@@ -171,7 +181,7 @@ def test_alone(runs, chapter, tmp_path):
     assert newest_step(tmp_path / "run") == LOG_EVERY
     assert f"saved after step {LOG_EVERY}; " in (tmp_path / "stderr").read_text().splitlines()[-1]
     assert finish(start(arguments, **options)) == 0
-    assert read_metrics(tmp_path / "run")[-1]["step"] == STEPS
+    assert read_metrics(tmp_path / "run")[-1]["step"] == RESUMED_STEPS
 
 
 def signal_the_family(rank: int, catch: bool = True) -> None:
@@ -200,7 +210,7 @@ def send_to_family() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 def test_the_process_of_wandb_is_stopped_too(runs, chapter, tmp_path):
     name = f"{chapter}-wandb"
@@ -214,7 +224,7 @@ def test_the_process_of_wandb_is_stopped_too(runs, chapter, tmp_path):
     runs.assert_undisturbed(name, chapter)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 def test_a_run_that_ends_with_wandb_is_noticed(runs, tmp_path):
     offline = {"WANDB_MODE": "offline", "HOME": tmp_path}
@@ -234,7 +244,7 @@ def test_the_processes_that_prepare_data_are_told_too(runs, chapter):
     assert_exact(runs.folder / chapter, runs.folder / name)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 def test_planted_workers_that_end_are_noticed(runs, tmp_path):
     where = "        worker_init_fn=distributed.ignore_stop_signals,"
@@ -246,7 +256,7 @@ def test_planted_workers_that_end_are_noticed(runs, tmp_path):
         runs.assert_stopped(name, statuses, LOG_EVERY)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("chapter", STOPPING)
 def test_torchrun_does_not_start_it_again(runs, chapter, tmp_path):
     """To torchrun, any status but 0 is a failure, and it has a restart left."""

@@ -15,15 +15,28 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import CHAPTERS, ROOT, TORCHRUN, first_then_slow, run_script
+from helpers import (
+    CHAPTERS,
+    ROOT,
+    TORCHRUN,
+    Ladder,
+    Run,
+    assert_clean,
+    assert_parity,
+    changed,
+    first_then_nightly,
+    go_back_to,
+    not_shown,
+    patch,
+    plant,
+    run_ranks,
+    run_script,
+    say_it_soon,
+    selected_runs,
+)
 from runner import Ranks, finish, start
-from test_allreduce_by_hand import run_ranks
-from test_autocast import assert_clean, changed, not_shown, patch
-from test_bad_input_fsdp import say_it_soon
 from test_chapter_diffs import ROT as RULES
 from test_chapter_diffs import lines_over_budget
-from test_parity import Ladder, Run, assert_parity, plant, selected_runs
-from test_resume_ranks import go_back_to
 from torch.distributed import _functional_collectives as funcol
 from transformers import AutoModelForCausalLM
 
@@ -152,7 +165,7 @@ SLOW = [
 
 
 @pytest.mark.parametrize(
-    "run", [*QUICK, *(pytest.param(run, marks=pytest.mark.slow) for run in SLOW)], ids=str
+    "run", [*QUICK, *(pytest.param(run, marks=pytest.mark.ci) for run in SLOW)], ids=str
 )
 def test_same_training_on_a_table_of_ranks(table, run):
     assert_chapter_1(table, run)
@@ -164,7 +177,7 @@ def hand_over(table: Table, source: str, name: str, step: int) -> None:
     go_back_to(step, table.folder / name)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_run_goes_from_chapter_1_to_2_x_2_and_back(table):
     alone = table.alone("-m", PRESET, "-b", 24, *KEPT)
     there = on("2x2", "-b", 3, *KEPT)
@@ -180,7 +193,7 @@ def test_run_goes_from_chapter_1_to_2_x_2_and_back(table):
     assert losses[8:] != [line["loss"] for line in found[0][8:]], "another order of sums"
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_bf16_is_close_and_starts_from_pretrained_weights(table):
     """Each rank reads its slice of the files of another model."""
     torch.manual_seed(1)
@@ -241,7 +254,7 @@ def test_planted_bug_is_noticed(table, red, run):
         assert_chapter_1(table, run)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_losses_show_that_a_row_has_other_data(table):
     """Even where nobody looks at the samples."""
     _, run = BUGS["other data in a row"]
@@ -265,7 +278,7 @@ REFUSED = [
 ]
 
 
-@pytest.mark.parametrize(("args", "sentence"), first_then_slow(REFUSED))
+@pytest.mark.parametrize(("args", "sentence"), first_then_nightly(REFUSED))
 def test_bad_input(patched, corpus, tmp_path, args, sentence):
     flags = ["-d", corpus, "-s", 32, "--save-dir", tmp_path, "--tensor-parallel", 2, *args]
     files = [str(tmp_path / f"stderr-{rank}") for rank in range(2)]
@@ -295,14 +308,14 @@ def test_the_recorded_output_is_of_this_form():
     check_by_hand(recorded.split("\n", 2)[2], 2)
 
 
-@pytest.mark.parametrize("n_ranks", first_then_slow([2, 1, 4]))
+@pytest.mark.parametrize("n_ranks", first_then_nightly([2, 1, 4]))
 def test_mlp_by_hand(tmp_path, n_ranks):
     statuses, printed = run_ranks(BY_HAND, tmp_path, n_ranks)
     assert statuses == [0] * n_ranks
     check_by_hand(printed, n_ranks)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_mlp_by_hand_as_the_reader_runs_it():
     done = run_script(*TORCHRUN, 2, BY_HAND)
     assert done.returncode == 0, done.stderr

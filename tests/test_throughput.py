@@ -6,16 +6,14 @@ import shlex
 import sys
 from types import SimpleNamespace
 
-import pytest
-import torch
-from conftest import CHAPTERS, ROOT, TORCHRUN, run_script
-from torch import nn
-
-sys.path.append(str(ROOT / "tests/benchmarks"))
 import baseline
 import libraries
+import pytest
 import report
 import throughput
+import torch
+from helpers import CHAPTERS, ROOT, TORCHRUN, run_script
+from torch import nn
 
 TINY = "-m gpt2-tiny -s 32 -b 2 --max-steps 6 --log-freq 2"
 
@@ -70,7 +68,7 @@ def test_autocast_is_on_where_it_says_so(monkeypatch):
         assert set(seen) == {dtype}
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_two_ranks_log_what_one_does(tmp_path):
     for name, launcher in (("one", ()), ("two", (*TORCHRUN, 2))):
         words = f"{TINY} --global-batch-size 4 -e {name} --precision tf32"
@@ -97,7 +95,7 @@ def test_two_ranks_log_what_one_does(tmp_path):
     assert written["machine"]["command"].startswith("torchrun --standalone --nproc-per-node 2")
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_what_it_cannot_do_ends_in_a_sentence():
     script = throughput.BASELINE
     for words, said in (
@@ -206,7 +204,7 @@ def test_rows_get_medians_spread_and_ratios_by_round():
     assert "ratio" not in rows[0]
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_a_chapter_and_the_bare_loop_side_by_side(tmp_path, monkeypatch, capsys):
     """The whole way, with a small text: two scripts, one round, one file that report.py reads."""
     text = tmp_path / "text.txt"

@@ -9,9 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from conftest import CHAPTERS, first_then_slow, read_metrics
+from helpers import CHAPTERS, first_then_nightly, plant, read_metrics
 from runner import Ranks, ask_ranks
-from test_parity import plant
 from transformers import AutoModelForCausalLM, GPT2LMHeadModel
 
 from common import models, timers
@@ -210,13 +209,13 @@ def test_a_late_rank_is_named(corpus, tmp_path):
     late_and_later("03-multi-node", corpus, tmp_path, assert_the_late_rank_is_named)
 
 
-@pytest.mark.parametrize("chapter", first_then_slow(CHAPTERS[2:]))
+@pytest.mark.parametrize("chapter", first_then_nightly(CHAPTERS[2:]))
 def test_a_rank_with_late_data_is_named(chapter, corpus, tmp_path):
     check = assert_the_late_rank_is_named
     late_and_later(chapter, corpus, tmp_path, check, make_data_of_rank_1_late)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_a_sharded_forward_pass_waits_itself(corpus, tmp_path):
     """With FSDP: who is late in it is waited for in it; and the planted bug meets after it only."""
     missed = assert_the_wait_is_missed_in("time/forward")
@@ -226,7 +225,7 @@ def test_a_sharded_forward_pass_waits_itself(corpus, tmp_path):
     late_and_later(chapter, corpus, tmp_path, missed, make_data_of_rank_1_late)
 
 
-@pytest.mark.planted
+@pytest.mark.nightly
 def test_a_meeting_after_the_backward_pass_sees_no_wait(corpus, tmp_path):
     """The planted bug: the backward pass waits, and its time is that of a slow computation."""
     meet, backward = "            if last_backward:\n", '            with timers("backward"):\n'

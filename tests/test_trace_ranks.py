@@ -4,14 +4,11 @@ import json
 import random
 import re
 import shlex
-import sys
 
-import pytest
-from conftest import ROOT, TORCHRUN, read_metrics, replace_in, run_script
-from runner import load_script
-
-sys.path.append(str(ROOT / "tests/benchmarks"))
 import memory_timeline
+import pytest
+from helpers import ROOT, TORCHRUN, read_metrics, replace_in, run_script
+from runner import load_script
 
 SCRIPT = ROOT / "02-ddp/trace_ranks.py"
 PAGES = ("02-ddp/reference.md", "04-fsdp/reference.md")
@@ -153,7 +150,7 @@ def read_table(printed: str) -> dict[int, dict[str, float]]:
     }
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("chapter", ["02-ddp", "04-fsdp"])
 def test_two_ranks(tmp_path, chapter):
     flags = ("--max-steps", 7, "--log-freq", 1, "-e", "traced")
@@ -183,7 +180,7 @@ def test_two_ranks(tmp_path, chapter):
     assert losses[0] == losses[1]
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize(("chapter", "slow_rank"), [("02-ddp", 1), ("02-ddp", 0), ("04-fsdp", 1)])
 def test_names_a_rank_that_sleeps(tmp_path, chapter, slow_rank):
     script = tmp_path / "train_llm.py"
@@ -197,7 +194,7 @@ def test_names_a_rank_that_sleeps(tmp_path, chapter, slow_rank):
     assert other["exposed"] > 1000
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 @pytest.mark.parametrize("page", PAGES)
 def test_the_command_of_a_page(page, tmp_path):
     (command,) = re.findall(r"^torchrun (.*trace_ranks\.py.*)$", (ROOT / page).read_text(), re.M)[
@@ -232,7 +229,7 @@ def test_bad_input(arguments, message, tmp_path):
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_a_run_that_is_too_short(tmp_path):
     chapter = ROOT / "01-single-gpu/train_llm.py"
     done = run_script(

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, load_script, read_metrics, run_script
-from runner import Ranks, finish, start
+from helpers import ROOT, read_metrics, run_script
+from runner import Ranks, finish, load_script, start
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common import distributed, models
@@ -413,7 +413,7 @@ def test_full_disk(refuse, make, corpora, tmp_path):
     make("-d", corpora / "english.json")
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_as_a_reader_starts_it(corpora, tmp_path):
     done = run_script(SCRIPT, tmp_path / "deep/er/it", "-d", corpora / "chinese.json")
     assert done.returncode == 0 and not done.stderr

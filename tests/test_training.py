@@ -15,8 +15,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, first_then_slow, load_script, read_metrics, run_script
-from test_parity import plant
+from helpers import ROOT, first_then_nightly, plant, read_metrics, run_script
+from runner import load_script
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, BloomConfig
 
@@ -37,7 +37,7 @@ def column(metrics: list[dict], key: str) -> list[float]:
     return [line[key] for line in metrics]
 
 
-@pytest.mark.parametrize("model", first_then_slow(["gpt2-tiny", "llama-tiny"]))
+@pytest.mark.parametrize("model", first_then_nightly(["gpt2-tiny", "llama-tiny"]))
 def test_accumulation_gives_the_same_losses(train, model):
     runs = {
         size: train(*FAST, "-m", model, "--global-batch-size", 8, "-b", size, name=f"b{size}")
@@ -230,14 +230,14 @@ def test_metrics_and_run_directory(train, tmp_path, slow_evaluation):
     assert [path.name for path in (run_dir / "checkpoints").iterdir()] == ["step-00000012"]
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_planted_evaluation_in_the_time_of_a_step_is_noticed(train, tmp_path, slow_evaluation):
     wrong = plant("01-single-gpu", tmp_path / "chapter", [('with timers("evaluate"):', "if True:")])
     line = train(*EVALUATED, chapter=wrong)[2]
     assert line["step"] == 10 and in_phases(line) < 0.4 * line["time/total"]
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_bfloat16_weights_train_and_rotary_tables_stay_float32(train):
     script = load_script(ROOT / SCRIPT)
     dtypes = {}
@@ -260,14 +260,14 @@ def test_bfloat16_weights_train_and_rotary_tables_stay_float32(train):
     assert metrics[-1]["loss"] < metrics[0]["loss"] - 0.3
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_compiled_model_trains_alike(train):
     eager = train(*FAST, "--global-batch-size", 4, name="eager")
     compiled = train(*FAST, "--global-batch-size", 4, "--compile", name="compiled")
     assert column(compiled, "loss") == pytest.approx(column(eager, "loss"), rel=1e-5)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_log_says_what_matters_and_no_secret(tmp_path):
     secrets = {"WANDB_API_KEY": "a" * 40, "HF_TOKEN": "hf_secret", "MY_PASSWORD": "hunter2"}
     environment = {**secrets, "OMP_NUM_THREADS": "2", "WANDB_MODE": "offline"}
@@ -289,7 +289,7 @@ def test_log_says_what_matters_and_no_secret(tmp_path):
         assert secret not in written
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_the_command_that_goes_on_goes_on(corpus, tmp_path):
     args = (SCRIPT, *FAST, "-d", corpus, "--save-dir", tmp_path / "runs", "--ckpt-freq", 8)
     done = run_script(*args)
@@ -305,7 +305,7 @@ def test_the_command_that_goes_on_goes_on(corpus, tmp_path):
     assert column(read_metrics(run_dir), "step") == list(range(1, 21))
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_a_terminal_gets_a_progress_bar(corpus, tmp_path):
     """With loss and tokens/s; a file, as in every other test, gets none."""
     terminal, end = pty.openpty()

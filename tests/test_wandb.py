@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import wandb
-from conftest import CHAPTERS, first_then_slow, read_metrics, run_script, write_corpus
+from helpers import CHAPTERS, first_then_nightly, read_metrics, run_script, write_corpus
 from runner import Ranks
 from wandb.proto import wandb_internal_pb2
 
@@ -185,7 +185,7 @@ def test_no_code_if_it_is_switched_off(corpus, tmp_path, disabled):
     assert disabled == "false" or "diff.patch" not in names
 
 
-@pytest.mark.slow  # wandb tries for half a minute
+@pytest.mark.ci  # wandb tries for half a minute
 def test_a_login_without_a_network_goes_on_offline(corpus, tmp_path):
     """As on a cluster's nodes: nothing listens on port 9 of this machine."""
     done = run_script(
@@ -218,7 +218,7 @@ def runs_of_two_nodes(chapter: str, corpus: Path, tmp_path: Path, *args: object)
     return {run.display_name: (run, history) for run, _, history in found}
 
 
-@pytest.mark.parametrize("chapter", first_then_slow(CHAPTERS[2:]))
+@pytest.mark.parametrize("chapter", first_then_nightly(CHAPTERS[2:]))
 def test_a_run_for_each_node(chapter, corpus, tmp_path):
     """In one group; rank 0's is the run that there is without the flag."""
     runs = runs_of_two_nodes(chapter, corpus, tmp_path, "--track-nodes")
@@ -232,7 +232,7 @@ def test_a_run_for_each_node(chapter, corpus, tmp_path):
     assert losses == [expected] * 2, "the mean over all ranks"
 
 
-@pytest.mark.parametrize("chapter", first_then_slow(CHAPTERS[2:]))
+@pytest.mark.parametrize("chapter", first_then_nightly(CHAPTERS[2:]))
 def test_one_run_for_all_nodes(chapter, corpus, tmp_path):
     ((run, history),) = runs_of_two_nodes(chapter, corpus, tmp_path).values()
     assert (run.display_name, run.run_group) == ("a-run", "")

@@ -16,7 +16,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from conftest import ROOT, run_script
+from helpers import ROOT, run_script
 from runner import load_script
 
 SCRIPT = "03-multi-node/watch_gpus.py"
@@ -377,7 +377,7 @@ def test_a_silent_node_delays_no_other(tmp_path):
     silent.wait(timeout=300)
 
 
-@pytest.mark.slow
+@pytest.mark.ci
 def test_once_ends_with_1_if_a_node_is_missing(tmp_path):
     fake_nvidia_smi(fake_ssh(tmp_path / "bin") / "node1", WAITING)
     path = f"{tmp_path / 'bin'}:{os.environ['PATH']}"
@@ -429,8 +429,7 @@ def test_bad_input(args, sentence, monkeypatch, capsys):
 # --- over ssh, on the local cluster ---
 
 
-@pytest.mark.slurm
-@pytest.mark.slow
+@pytest.mark.ci
 def test_a_node_that_is_cut_off(cluster):
     command = ("ssh", "-F", str(cluster.ssh_config), "node1", f"exec {sys.executable} -")
     busy = subprocess.Popen(command, stdin=subprocess.PIPE, env=cluster.env)

@@ -1,0 +1,585 @@
+"""What tests share: commands, files, planted bugs, the parity ladder, resumed runs, diffs."""
+
+import collections
+import contextlib
+import dataclasses
+import functools
+import json
+import os
+import random
+import re
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterable, Iterator
+from itertools import chain
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+from cluster import ENVIRONMENT, PATIENCE_S
+from runner import Ranks, Series, finish, start
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from torch.distributed.tensor import DTensor
+
+from common import checkpoint, cli
+
+ROOT = Path(__file__).parents[1]
+CHAPTERS = sorted(path.parent.name for path in ROOT.glob("[0-9][0-9]-*/train_llm.py"))
+TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
+HIDES_GPUS = "CUDA_VISIBLE_DEVICES"
+# To replace in a chapter's script: all batches that it evaluates, at the end of a run too, by two.
+EVALUATED_LITTLE = (
+    'for batch in cli.progress(dataloader, "evaluation"):',
+    "for _, batch in zip(range(2), dataloader):",
+)
+EXACT = ("loss", "lr", "grad_norm", "epoch", "eval_loss")
+TWO_BY_TWO = (0, 1, 0, 1)  # the local rank of each rank
+
+# --- commands and files ---
+
+# Libraries read these when they are imported, which the runner's server has done already.
+READ_AT_IMPORT = re.compile(
+    "(HF|TRANSFORMERS|DATASETS|TOKENIZERS|TORCH|PYTHON|ATEN|MKL|LD)_?.*|HOME"
+)
+
+
+def environment(**env: object) -> dict[str, str]:
+    """Return the environment of a reader who has activated .venv, with these variables too.
+
+    It has none of those that a library, imported by a test, has set in this process.
+    """
+    hidden = {HIDES_GPUS: os.environ[HIDES_GPUS]} if HIDES_GPUS in os.environ else {}
+    return {
+        **ENVIRONMENT,
+        **hidden,
+        "PATH": f"{Path(sys.executable).parent}:{ENVIRONMENT['PATH']}",
+        "VIRTUAL_ENV": sys.prefix,  # launch files take `python` then
+        **{key: str(value) for key, value in env.items()},
+    }
+
+
+def run_script(
+    *args: object, timeout: float = 600, real: bool = False, **env: object
+) -> subprocess.CompletedProcess:
+    """Run `python ARGS` from the repository's root, as a reader does, and return what it printed.
+
+    A script runs in a child of the runner's server, which starts in half a second. With `real`, for
+    `-m` and for GPUs, and where a library would read one of the variables too late, an interpreter
+    of its own runs it.
+    """
+    words = [str(arg) for arg in args]
+    late = any(READ_AT_IMPORT.fullmatch(name) for name in env)
+    if real or late or not words[0].endswith(".py") or torch.cuda.is_available():
+        return subprocess.run(
+            [sys.executable, *words],
+            cwd=ROOT,
+            env=environment(**env),
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+        )
+    with tempfile.TemporaryDirectory() as folder:
+        out, err = Path(folder, "out"), Path(folder, "err")
+        process = start(
+            words[1:],
+            script=words[0],
+            env=environment(**env),
+            stdout_file=str(out),
+            stderr_file=str(err),
+        )
+        status = finish(process, timeout)
+        return subprocess.CompletedProcess(words, status, out.read_text(), err.read_text())
+
+
+def run_ranks(
+    script: Path, folder: Path, world_size: int, bug: tuple[str, str] = ()
+) -> tuple[list[int], str]:
+    """Run a script, or one with a text replaced; return the statuses and what rank 0 printed."""
+    if bug:
+        replace_in(Path(shutil.copy(script, folder)), *bug)
+        script = folder / script.name
+    out = [str(folder / f"stdout-{rank}") for rank in range(world_size)]
+    err = [str(folder / f"stderr-{rank}") for rank in range(world_size)]
+    ranks = Ranks(world_size, [], script=str(script), stdout_file=out, stderr_file=err)
+    return ranks.finish(), Path(out[0]).read_text()
+
+
+def launch_file(chapter: str) -> Path:
+    """Return the launch file with which a chapter trains on this machine."""
+    files = [ROOT / chapter / name for name in ("launch.sh", "launch_torchrun.sh")]
+    (found,) = [file for file in files if file.exists()]
+    return found
+
+
+def first_then_nightly(values: Iterable[object]) -> list:
+    """Return values to parametrize a test with; all but the first are for the nightly tier.
+
+    A tuple has a value for each parameter.
+    """
+    first, *others = (value if isinstance(value, tuple) else (value,) for value in values)
+    nightly = (pytest.param(*each, marks=pytest.mark.nightly) for each in others)
+    return [pytest.param(*first), *nightly]
+
+
+def float32(chapter: str) -> tuple[str, ...]:
+    """Return the arguments with which a chapter computes in float32, as all before chapter 5 do."""
+    return ("--precision", "fp32") if chapter >= "05" else ()
+
+
+def free_port() -> int:
+    """Return a port of this machine that is free now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def random_texts(count: int) -> list[str]:
+    """Return documents of a few letters, the same ones each time."""
+    letters = random.Random(0)
+    return ["".join(letters.choice("abcdefgh \n") for _ in range(600)) for _ in range(count)]
+
+
+def write_corpus(folder: Path) -> Path:
+    """Return a file of text for some tens of steps of 6 sequences of 32 tokens."""
+    path = folder / "corpus.json"
+    path.write_text(json.dumps([f"Text number {n}, of many words. " * 20 for n in range(50)]))
+    return path
+
+
+def read_metrics(run_dir: Path, going_on: bool = False) -> list[dict]:
+    """Return what a run has logged; while it goes on, without a line that is being written."""
+    lines = (run_dir / "metrics.jsonl").read_text().splitlines(keepends=True)
+    return [json.loads(line) for line in lines if line.endswith("\n") or not going_on]
+
+
+def wait_for_file(path: Path, running: Callable[[], bool], timeout: float = 300) -> None:
+    """Wait until a run that is `running` has written this file."""
+    deadline = time.monotonic() + timeout
+    while not path.exists():
+        assert running(), f"the run ended without {path}"
+        assert time.monotonic() < deadline, f"no {path} in time"
+        time.sleep(0.1)
+
+
+def listing(folder: Path) -> dict[str, bytes]:
+    """Return all files and folders below, but the lock that shows that a run is alive."""
+    return {
+        str(path): path.read_bytes() if path.is_file() else b""
+        for path in folder.rglob("*")
+        if path.name != ".lock"
+    }
+
+
+def children(pid: int) -> list[int]:
+    """Return the workers of torchrun, by rank: its child processes that run the script."""
+    found = {}
+    for process in psutil.Process(pid).children():
+        with contextlib.suppress(psutil.Error, KeyError):  # it has ended, or has no rank
+            if "train_llm.py" in " ".join(process.cmdline()):
+                found[int(process.environ()["RANK"])] = process.pid
+    return [found[rank] for rank in sorted(found)]
+
+
+def speak_at_once() -> None:
+    """A rank that fails waits for rank 0 to speak first; these tests need not."""
+    cli.HEAD_START_S = 0.0
+
+
+def say_it_soon() -> None:
+    """Nobody ends the other ranks here when rank 0 has spoken: they speak too, without a wait."""
+    cli.HEAD_START_S = 0.5
+
+
+# --- planted bugs ---
+
+# Each planted bug in a script: what stands there and what replaces it. They register when their
+# module is imported, so that `make check` can say which of them no longer fits.
+REGISTERED: list[tuple[Path, tuple[tuple[str, str], ...]]] = []
+
+
+def register(script: str | Path, replacements: Iterable[tuple[str, str]]) -> None:
+    """Register (right, wrong) texts of one planted bug.
+
+    script: a chapter, or the path of a file in the repository.
+    """
+    path = ROOT / script if Path(script).suffix else ROOT / script / "train_llm.py"
+    REGISTERED.append((path, tuple(tuple(pair) for pair in replacements)))
+
+
+def replace_in(path: Path, right: str, wrong: str) -> None:
+    """Replace a text that stands in a file once."""
+    source = path.read_text()
+    assert source.count(right) == 1, (path, right)
+    path.write_text(source.replace(right, wrong))
+
+
+def plant(chapter: str, folder: Path, replacements: list[tuple[str, str]]) -> Path:
+    """Return a folder with the chapter's script in which each text is replaced."""
+    source = (ROOT / chapter / "train_llm.py").read_text()
+    for right, wrong in replacements:
+        assert source.count(right) == 1, right
+        source = source.replace(right, wrong)
+    folder.mkdir()
+    (folder / "train_llm.py").write_text(source)
+    return folder
+
+
+# --- the parity ladder ---
+
+STEPS = 10
+LENGTH = 16  # tokens of a sequence: longer ones take longer and show nothing more
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """A chapter on some ranks, with these arguments.
+
+    replaced: (right, wrong) texts in the script, to plant a bug. note: given a path for each rank,
+    returns a context in which the rank runs and notes what a test wants to know.
+    """
+
+    chapter: str
+    world_size: int
+    args: tuple[object, ...] = ()
+    replaced: tuple[tuple[str, str], ...] = ()
+    note: Callable[[str], contextlib.AbstractContextManager] | None = None
+
+    @property
+    def name(self) -> str:
+        bug = [f"bug{abs(hash(self.replaced))}"] if self.replaced else []
+        note = [self.note.__name__] if self.note else []
+        words = [self.chapter, str(self.world_size), *map(str, self.args), *bug, *note]
+        return re.sub(r"[^\w.-]+", "-", "-".join(words))
+
+
+class Ladder:
+    """Runs of one kind of training in one folder, each started once and kept by its name.
+
+    selected: runs that tests will ask for. All of the same number of ranks are done in one start.
+    in_shell: as for Series. length: tokens of a sequence, a multiple of 16.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        selected: list[Run] = (),
+        in_shell: bool = False,
+        length: int = LENGTH,
+    ) -> None:
+        self.folder = folder
+        self.length = length
+        self.selected = selected
+        self.in_shell = in_shell
+        self.done: dict[Run, Series] = {}
+        # 7 steps an epoch, so that 10 steps are in two of them.
+        (folder / "corpus.json").write_text(json.dumps(random_texts(7 * length // 16)))
+
+    def flags(self, name: str, *args: object) -> list[object]:
+        return [
+            *("-d", self.folder / "corpus.json", "-s", self.length, "--global-batch-size", 24),
+            *("--max-steps", STEPS, "--log-freq", 1, "--eval-freq", 5, "--ckpt-freq", STEPS),
+            *("--warmup-steps", 3, "--save-dir", self.folder, "-e", name, *args),
+        ]
+
+    def samples_file(self, name: str, rank: int = 0) -> str:
+        return str(self.folder / f"{name}-{rank}.samples")
+
+    def alone(self, *args: object, **options: object) -> str:
+        """Run chapter 1 with these arguments, if it has not run yet; return the run's name."""
+        name = "-".join(["alone", *map(str, args)])
+        if not (self.folder / name).exists():
+            options = {"samples_file": self.samples_file(name), **options}
+            assert finish(start(self.flags(name, *args), **options)) == 0
+        return name
+
+    def run(self, run: Run) -> str:
+        """Do this run, if it is not done yet, and return its name; fails if the run did."""
+        if run not in self.done:
+            others = [r for r in self.selected if r.world_size == run.world_size and r != run]
+            runs = [run, *(other for other in others if other not in self.done)]
+            options = {each.name: self._options(each) for each in runs}
+            folder = self.folder / f"series-{len(self.done)}"
+            series = Series(run.world_size, options, folder, in_shell=self.in_shell)
+            self.done |= dict.fromkeys(runs, series)
+        self.done[run].assert_ended(run.name)
+        return run.name
+
+    def _options(self, run: Run) -> dict[str, object]:
+        chapter = run.chapter
+        if run.replaced:
+            chapter = str(plant(run.chapter, self.folder / f"{run.name}-script", run.replaced))
+        ranks = range(run.world_size)
+        within = [functools.partial(run.note, path) for path in self.notes(run)] if run.note else []
+        return {
+            "args": self.flags(run.name, *run.args),
+            "chapter": chapter,
+            "samples_file": [self.samples_file(run.name, rank) for rank in ranks],
+            "within": within or None,
+        }
+
+    def notes(self, run: Run) -> list[str]:
+        return [str(self.folder / f"{run.name}-{r}.notes") for r in range(run.world_size)]
+
+    def metrics(self, name: str) -> list[dict]:
+        return read_metrics(self.folder / name)
+
+    def samples(self, name: str, world_size: int = 1) -> list[list[int]]:
+        """Return the samples of each step, of all ranks together, in the order of their numbers."""
+        parts = []
+        for rank in range(world_size):
+            lines = Path(self.samples_file(name, rank)).read_text().splitlines()
+            parts.append([json.loads(line) for line in lines])
+        return [sorted(chain.from_iterable(step)) for step in zip(*parts, strict=True)]
+
+
+def selected_runs(request: pytest.FixtureRequest) -> list[Run]:
+    """Return the runs that are parameters of the tests of this module that were chosen to run."""
+    items = [i for i in request.session.items if i.path == request.path and hasattr(i, "callspec")]
+    values = chain.from_iterable(item.callspec.params.values() for item in items)
+    return list(dict.fromkeys(value for value in values if isinstance(value, Run)))
+
+
+def assert_parity(ladder: Ladder, expected: str, found: str, world_size: int) -> None:
+    """Each loss within 1e-5, each norm within 1e-3, and the same samples in every global batch."""
+    same_samples = ladder.samples(found, world_size) == ladder.samples(expected)
+    assert same_samples, "the samples differ"
+    expected, found = ladder.metrics(expected), ladder.metrics(found)
+    assert len(expected) == STEPS and expected[-1]["epoch"] == 1
+    assert expected[-1]["loss"] < expected[0]["loss"] - 1
+    for key in ("step", "epoch", "lr"):
+        same = [line[key] for line in found] == [line[key] for line in expected]
+        assert same, f"the {key} differ"
+    for key, rel in (("loss", 1e-5), ("grad_norm", 1e-3), ("eval_loss", 1e-5)):
+        right = [line[key] for line in expected if key in line]
+        there = [line[key] for line in found if key in line]
+        assert there == pytest.approx(right, rel=rel), f"the {key} differ"
+
+
+def assert_chapter_1(ladder: Ladder, run: Run) -> None:
+    """The same training as chapter 1's, of the same model, without any of the other arguments."""
+    model = run.args[run.args.index("-m") + 1] if "-m" in run.args else "gpt2-tiny"
+    found = ladder.run(run)
+    assert_parity(ladder, ladder.alone("-m", model, "-b", 24), found, run.world_size)
+
+
+def planted(chapter: str, world_size: int, bugs: dict[str, tuple]) -> list[object]:
+    """Return parameters (what must be red, run) of the bugs; a third entry is more arguments."""
+    return [
+        pytest.param(
+            *(red, Run(chapter, world_size, ("-b", 6, *args), tuple(replaced))),
+            marks=pytest.mark.nightly,
+            id=name,
+        )
+        for name, (red, replaced, *args) in bugs.items()
+    ]
+
+
+def assert_noticed(ladder: Ladder, red: str, run: Run) -> None:
+    with pytest.raises(AssertionError, match=rf"^the ({red}) (differ|failed)"):
+        assert_chapter_1(ladder, run)
+
+
+@contextlib.contextmanager
+def without_kernels(path: str) -> Iterator[None]:
+    """Compile to graphs only: to make kernels of them takes a minute, and test_training.py does."""
+    compiler = torch.compile
+    torch.compile = functools.partial(compiler, backend="aot_eager")
+    yield
+    torch.compile = compiler
+
+
+def run_on_nodes(
+    local_ranks: tuple[int, ...],
+    args: list[object],
+    env=(),
+    timeout: float = PATIENCE_S,
+    **options: object,
+) -> list[int]:
+    """Train in a process for each local rank, of which each 0 begins a node; return the statuses.
+
+    options as for Ranks.
+    """
+    address = {"MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}
+    places = [
+        {**address, "WORLD_SIZE": len(local_ranks), "RANK": rank, "LOCAL_RANK": local_rank}
+        for rank, local_rank in enumerate(local_ranks)
+    ]
+    processes = []
+    for rank, place in enumerate(places):
+        own = {key: v[rank] if isinstance(v, list) else v for key, v in options.items()}
+        processes.append(start(args, env={**place, **dict(env)}, **own))
+    return [finish(process, timeout) for process in processes]
+
+
+# --- resumed runs ---
+
+RESUMED_STEPS = 40
+
+
+def make_flags(folder: Path) -> list[object]:
+    """A model with dropout, so that the random state counts, and a corpus of 15 steps an epoch."""
+    config = json.loads((ROOT / "common/presets/gpt2-tiny/config.json").read_text())
+    config |= {"attn_pdrop": 0.1, "resid_pdrop": 0.1, "embd_pdrop": 0.1, "n_embd": 32}
+    (folder / "model").mkdir()
+    (folder / "model/config.json").write_text(json.dumps(config))
+    words = random.Random(0)
+    texts = ["".join(words.choice("abc \n") for _ in range(200)) for _ in range(24)]
+    (folder / "corpus.json").write_text(json.dumps(texts))
+    return [
+        *("-m", folder / "model", "--tokenizer-name", "gpt2-tiny", "-d", folder / "corpus.json"),
+        *(
+            "-s",
+            32,
+            "--global-batch-size",
+            6,
+            "-b",
+            3,
+            "--max-steps",
+            RESUMED_STEPS,
+            "--log-freq",
+            3,
+        ),
+        *("--eval-freq", 10, "--ckpt-freq", 5, "--warmup-steps", 10, "--lr", 1e-2),
+    ]
+
+
+def assert_same_tensors(expected: object, found: object, key: str = "") -> None:
+    if isinstance(expected, dict):
+        assert expected.keys() == found.keys() and expected
+        for name, value in expected.items():
+            assert_same_tensors(value, found[name], f"{key}.{name}")
+    elif isinstance(expected, torch.Tensor):
+        assert torch.equal(expected, found), key
+    else:
+        assert repr(expected) == repr(found), key
+
+
+def go_back_to(step: int, run_dir: Path) -> None:
+    """Delete the checkpoints after this step: the next start goes on from there."""
+    for path in (run_dir / "checkpoints").iterdir():
+        if int(path.name.removeprefix("step-")) > step:
+            shutil.rmtree(path)
+
+
+def newest_step(run_dir: Path) -> int:
+    """Return the step that the run goes on after."""
+    return json.loads((run_dir / "state.json").read_text())["checkpoints"][-1]["step"]
+
+
+def tensors(run_dir: Path, step: int | None = None) -> dict:
+    """Return all that the checkpoint of a step holds, by default the newest one."""
+    path = run_dir / f"checkpoints/step-{step or newest_step(run_dir):08d}"
+    with tempfile.NamedTemporaryFile() as file:
+        dcp_to_torch_save(path, file.name)
+        return torch.load(file.name, weights_only=False)
+
+
+def assert_exact(expected: Path, found: Path) -> None:
+    for key in EXACT:
+        values = [[line.get(key) for line in read_metrics(path)] for path in (expected, found)]
+        assert values[0] == values[1], key
+    assert_same_tensors(tensors(expected), tensors(found))
+
+
+def full(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def save_what_is_loaded(folder: Path, bug: Callable[[], None] | None = None) -> None:
+    """Once a checkpoint is loaded, save it as that of a run in this folder."""
+    load = checkpoint.load_checkpoint
+
+    def load_and_save(path: Path, *run: object) -> None:
+        load(path, *run)
+        checkpoint.save_checkpoint(folder, *run, settings={}, keep=1)
+
+    checkpoint.load_checkpoint = load_and_save
+    if bug:
+        bug()
+
+
+# --- diffs beside the chapters ---
+
+
+def hunks(diff: str) -> list[list[str]]:
+    """Return the lines of each hunk of a diff, less the line with its position."""
+    return [hunk.splitlines()[1:] for hunk in re.split(r"^(?=@@)", diff, flags=re.M)[1:]]
+
+
+def changed(diff: str) -> list[str]:
+    return [line for hunk in hunks(diff) for line in hunk if line[0] in "+-"]
+
+
+def apply(diff: Path, folder: Path) -> subprocess.CompletedProcess:
+    """Apply a diff to the copies of the scripts in a folder, as a reader does it to the scripts."""
+    command = ["git", "apply", "--verbose", str(diff)]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True)
+
+
+def patch(
+    chapter: str,
+    folder: Path,
+    replaced: tuple[tuple[str, str], ...] = (),
+    diff: Path | None = None,
+) -> Path:
+    """Return the folder of a chapter's script in `folder`, patched, and each text replaced.
+
+    diff: by default chapter 5's to autocast.
+    """
+    script = folder / chapter / "train_llm.py"
+    script.parent.mkdir(parents=True)
+    shutil.copy(ROOT / chapter / "train_llm.py", script)
+    done = apply(diff or ROOT / CHAPTERS[4] / f"autocast-{chapter[:2]}.diff", folder)
+    assert done.returncode == 0 and "Applied patch" in done.stderr, done.stderr
+    for right, wrong in replaced:
+        replace_in(script, right, wrong)
+    return script.parent
+
+
+def assert_clean(path: Path) -> None:
+    """A patched script, or a folder of them, keeps the rules of the repository's code."""
+    for command in (["check"], ["format", "--check"]):
+        done = run_script("-m", "ruff", *command, "--config", ROOT / "pyproject.toml", path)
+        assert done.returncode == 0, done.stdout
+
+
+def not_shown(page: str, diff: str) -> list[str]:
+    """Return the changed lines of a diff that the blocks of a page do not show, or show twice.
+
+    That each block is a piece of the diff is for test_pages.py.
+    """
+    blocks = re.findall(r"^```diff\n((?:.*\n)*?)```$", page, re.M)
+    lines = [line for block in blocks for line in block.splitlines() if line[:1] in ("+", "-")]
+    shown, real = collections.Counter(lines), collections.Counter(changed(diff))
+    return sorted((shown - real) + (real - shown))
+
+
+# --- pages ---
+
+
+def name_of(page: Path) -> str:
+    return str(page.relative_to(ROOT))
+
+
+def blocks(text: str, language: str) -> list[tuple[str, str]]:
+    """Return (what stands after the language, content) of each fenced block."""
+    return re.findall(rf"^```{language}\b *(.*)\n((?:.*\n)*?)```$", text, re.MULTILINE)
+
+
+def commands(text: str) -> list[tuple[set[str], str]]:
+    """Return (what it needs, command) of each command in a page."""
+    return [
+        (set(needs.split()), line)
+        for needs, block in blocks(text, "bash")
+        for line in block.replace("\\\n", " ").splitlines()
+        if line.strip()
+    ]
+
+
+def prose(text: str) -> str:
+    return re.sub(r"^```(?:.*\n)*?```$", "", text, flags=re.MULTILINE)
