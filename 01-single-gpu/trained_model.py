@@ -7,9 +7,9 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from common import models
-from common.checkpoint.trained import SavedCheckpoint, find_saved, load_model
 from common.cli import InputError
 from common.storage import as_path, exists, explain_store_errors
+from common.trained import SavedCheckpoint, find_saved, load_model
 
 
 class TrainedModel(NamedTuple):
@@ -81,7 +81,6 @@ def _load_run(
         config=on_meta.config,
         state_dict=weights,
         dtype=dtype,
-        attn_implementation=models.causal_attention(on_meta.config),
     )
     seq_length, checksum = (saved.settings.get(key) for key in ("seq_length", "dataset_checksum"))
     sources = saved.settings.get("sources", {})

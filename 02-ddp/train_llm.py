@@ -4,7 +4,6 @@ torchrun --standalone --nproc-per-node 2 02-ddp/train_llm.py
 """
 
 import argparse
-import contextlib
 import datetime
 import gc
 import logging
@@ -24,7 +23,6 @@ from transformers import AutoModelForCausalLM, set_seed
 from common import cli, distributed, models
 from common.checkpoint import (
     check_finite,
-    find_checkpoint,
     fixed_settings,
     load_checkpoint,
     save_checkpoint,
@@ -60,7 +58,8 @@ def get_args() -> argparse.Namespace:
     add = parser.add_argument_group("optimize").add_argument
     add("-b", "--batch-size", default=8, type=at_least(1), help="limit per device and micro-batch")
     add("--global-batch-size", default=24, type=at_least(1), help="sequences per step, all devices")
-    add("--lr", type=at_least(0.0), help="peak learning rate (default: 1 / model width)")
+    add("--lr", type=at_least(0.0), help="peak (default: 1 / model width, or 5e-5 if pretrained)")
+    add("--beta1", default=0.8, type=cli.share, help="decay of AdamW's mean of the gradients")
     add("--warmup-steps", type=at_least(0), help="steps (default: a quarter of all, <= 100)")
     add("--weight-decay", default=0.1, type=at_least(0.0), help="AdamW's weight decay")
     add("--max-grad-norm", default=1.0, type=cli.above_zero, help="clip above this; inf: never")
@@ -71,7 +70,12 @@ def get_args() -> argparse.Namespace:
     add("--log-freq", default=10, type=at_least(1), help="steps between log lines")
     add("--eval-freq", default=200, type=at_least(1), help="steps between evaluations")
     add("--eval-sequences", default=512, type=at_least(1), help="limit for one evaluation")
-    add("--ckpt-freq", default=50, type=at_least(1), help="steps between checkpoints")
+    add(
+        "--ckpt-freq",
+        default=50,
+        type=at_least(1),
+        help="steps between checkpoints, of those that log",
+    )
     add("--keep-checkpoints", default=2, type=at_least(1), help="how many checkpoints to keep")
     return parser.parse_args()
 
@@ -111,15 +115,10 @@ def main() -> None:
     seq_length = models.check_sizes(config, tokenizer, args.seq_length)
     torch.manual_seed(args.seed)
     # Weights are drawn on the CPU in float32, so every kind of device starts from the same model.
-    with torch.device("cpu"):
-        if args.pretrained:
-            model = models.load_pretrained(args.model_name, config)
-        else:
-            model = AutoModelForCausalLM.from_config(
-                config,
-                attn_implementation=models.causal_attention(config),  # needs no mask tensor
-                dtype=torch.float32,
-            )
+    if args.pretrained:
+        model = models.load_pretrained(args.model_name, config)
+    else:
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for parameter in model.parameters():  # buffers stay in float32: rotary tables need it
         parameter.data = parameter.data.to(getattr(torch, args.param_dtype))
     model.to(device)  # before the optimizer is made, which keeps references to the parameters
@@ -158,19 +157,23 @@ def main() -> None:
     )
     steps_per_epoch = len(train_data) // args.global_batch_size
     total_steps = args.max_steps or max(1, round(args.num_epochs * steps_per_epoch))
+    # Only steps that are logged are saved, so that no checkpoint needs a part of a mean loss.
+    args.ckpt_freq = math.ceil(args.ckpt_freq / args.log_freq) * args.log_freq
 
     # --- optimizer ---
     if args.warmup_steps is None:
         args.warmup_steps = min(100, total_steps // 4)
-    # Wider models need a smaller learning rate. 1 / width is a rule of thumb.
-    lr = args.lr if args.lr is not None else 1 / config.hidden_size
+    # Wider models need a smaller learning rate: 1 / width is a rule of thumb. Pretrained weights
+    # need a much smaller one.
+    default_lr = 5e-5 if args.pretrained else 1 / config.hidden_size
+    lr = default_lr if args.lr is None else args.lr
     adamw = torch.optim.AdamW
     if args.zero1:  # each rank stores Adam's moments for its share of the parameters only
         adamw = partial(ZeroRedundancyOptimizer, optimizer_class=torch.optim.AdamW)
     optimizer = adamw(
         model.parameters(),
         lr=lr,
-        betas=(0.8, 0.95),  # below the usual 0.9 and 0.999, because this run is short
+        betas=(args.beta1, 0.95),  # below the usual 0.9 and 0.999, because this run is short
         weight_decay=args.weight_decay,
         fused=True,  # one kernel updates many parameters
     )
@@ -188,12 +191,10 @@ def main() -> None:
     run_dir = make_run_dir(args.save_dir, distributed.experiment_name(args), rank)
     set_seed(args.seed + rank)  # Python's, NumPy's and PyTorch's RNGs, for dropout
     # Saved with the weights, the optimizer and the schedule: all that the next step depends on.
-    state = {"step": 0, "logged_step": 0, "running_loss": torch.zeros((), device=device)}
+    state = {"step": 0}
     # What must not change when a run resumes, for example --lr. The batch per device may change.
     settings = fixed_settings(args, model, train_data, seq_length, lr, total_steps)
-    checkpoint = find_checkpoint(run_dir, settings)
-    if checkpoint is not None:
-        load_checkpoint(checkpoint, model, optimizer, lr_scheduler, state)
+    if load_checkpoint(run_dir, model, optimizer, lr_scheduler, state, settings):
         logger.info(f"resumed after step {state['step']} of {total_steps}")
     if state["step"] == total_steps:
         logger.info(distributed.describe_complete_run(run_dir, total_steps))
@@ -208,11 +209,13 @@ def main() -> None:
     progress_bar = cli.progress_bar(total_steps, state["step"], rank)
     token_flops = flops_per_token(model, config, seq_length)
     timers = PhaseTimers(device)
+    logged_step = state["step"]
+    running_loss = torch.zeros((), device=device)  # sum of the losses since then
     batches = None
     model.train()  # turns dropout on, if the model has any
     # Python's garbage collector would pause some steps for up to 0.4 s. From here on it runs only
-    # when a step is logged, and it ignores objects that an earlier collection has kept.
-    gc.collect()
+    # when a step is logged, and it ignores all that exists now.
+    gc.freeze()
     gc.disable()
     while state["step"] < total_steps:
         epoch, epoch_step = divmod(state["step"], steps_per_epoch)
@@ -228,13 +231,13 @@ def main() -> None:
                 batch = {key: t.to(device, non_blocking=True) for key, t in batch.items()}
             # Gradients add up locally until the last backward pass averages them over the ranks.
             last_backward = micro_batch == accumulation - 1
-            sync = contextlib.nullcontext if last_backward else ddp_model.no_sync
-            with timers("forward"), sync():
+            ddp_model.require_backward_grad_sync = last_backward
+            with timers("forward"):
                 # The losses of the micro-batches add up to the mean over the global batch.
                 loss = ddp_model(**batch).loss / accumulation
             with timers("backward"):
                 loss.backward()  # adds to the gradients of earlier micro-batches
-            state["running_loss"] += loss.detach()  # .item() would make the host wait for the GPU
+            running_loss += loss.detach()  # .item() would make the host wait for the GPU
         with timers("update"):
             # Limits what one bad batch can do to the weights. Returns the norm before clipping.
             grad_norm = clip_grad_norm(model, args.max_grad_norm)
@@ -249,22 +252,22 @@ def main() -> None:
         last = state["step"] == total_steps
         metrics = {"step": state["step"]}
         # In these steps the host waits for the GPU, because it reads numbers from its memory.
-        if state["step"] % args.log_freq == 0 or state["step"] % args.ckpt_freq == 0 or last:
-            # All ranks train on equally many tokens, so the mean loss is the mean of their means.
-            state["running_loss"] /= world_size
-            dist.all_reduce(state["running_loss"])  # a sum, because gloo cannot average
-            check_finite(run_dir, state, grad_norm)  # a run that has diverged stops here
         if state["step"] % args.log_freq == 0 or last:
+            # All ranks train on equally many tokens, so the mean loss is the mean of their means.
+            running_loss /= world_size
+            dist.all_reduce(running_loss)  # the sum of the ranks' parts
+            # A run that has diverged stops here, before it replaces a checkpoint.
+            check_finite(run_dir, state["step"], running_loss, grad_norm)
             metrics |= {
                 "epoch": epoch,
-                "loss": state["running_loss"].item() / (state["step"] - state["logged_step"]),
+                "loss": running_loss.item() / (state["step"] - logged_step),
                 "lr": step_lr,
                 "grad_norm": grad_norm.item(),
                 **timers.read(args.global_batch_size * seq_length, world_size, token_flops),
             }
-            state["logged_step"] = state["step"]
-            state["running_loss"].zero_()
-            gc.collect(1)
+            logged_step = state["step"]
+            running_loss.zero_()
+            gc.collect()
         if state["step"] % args.eval_freq == 0 or last:
             with timers("evaluate"):
                 metrics |= evaluate(model, eval_dataloader, device, eval_data.tokens_per_byte)
@@ -274,7 +277,7 @@ def main() -> None:
         if state["step"] % args.ckpt_freq == 0 or last:
             with timers("save"):  # if the process is killed here, the previous checkpoint is valid
                 save_checkpoint(
-                    run_dir, model, optimizer, lr_scheduler, state, settings, args.keep_checkpoints
+                    run_dir, model, optimizer, lr_scheduler, state, args.keep_checkpoints
                 )
     progress_bar.close()
     tracker.finish()

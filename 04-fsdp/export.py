@@ -15,8 +15,7 @@ from safetensors import SafetensorError
 from transformers import GenerationConfig
 from transformers.utils.logging import disable_progress_bar
 
-from common import cli, distributed, models
-from common.checkpoint import trained
+from common import cli, distributed, models, trained
 from common.cli import InputError, at_least
 from common.storage import as_path
 

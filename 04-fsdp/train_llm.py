@@ -31,13 +31,12 @@ from transformers import AutoModelForCausalLM, set_seed
 
 from common import cli, distributed, models
 from common.checkpoint import (
+    AsyncCheckpoints,
     check_finite,
-    find_checkpoint,
     fixed_settings,
     load_checkpoint,
     save_checkpoint,
 )
-from common.checkpoint.asynchronous import AsyncCheckpoints
 from common.cli import at_least
 from common.data import ResumableSampler, describe_batch, load_sequences, split_batch
 from common.gradients import clip_grad_norm
@@ -72,7 +71,8 @@ def get_args() -> argparse.Namespace:
     add = parser.add_argument_group("optimize").add_argument
     add("-b", "--batch-size", default=8, type=at_least(1), help="limit per device and micro-batch")
     add("--global-batch-size", default=24, type=at_least(1), help="sequences per step, all devices")
-    add("--lr", type=at_least(0.0), help="peak learning rate (default: 1 / model width)")
+    add("--lr", type=at_least(0.0), help="peak (default: 1 / model width, or 5e-5 if pretrained)")
+    add("--beta1", default=0.8, type=cli.share, help="decay of AdamW's mean of the gradients")
     add("--warmup-steps", type=at_least(0), help="steps (default: a quarter of all, <= 100)")
     add("--weight-decay", default=0.1, type=at_least(0.0), help="AdamW's weight decay")
     add("--max-grad-norm", default=1.0, type=cli.above_zero, help="clip above this; inf: never")
@@ -88,7 +88,12 @@ def get_args() -> argparse.Namespace:
     add("--log-freq", default=10, type=at_least(1), help="steps between log lines")
     add("--eval-freq", default=200, type=at_least(1), help="steps between evaluations")
     add("--eval-sequences", default=512, type=at_least(1), help="limit for one evaluation")
-    add("--ckpt-freq", default=50, type=at_least(1), help="steps between checkpoints")
+    add(
+        "--ckpt-freq",
+        default=50,
+        type=at_least(1),
+        help="steps between checkpoints, of those that log",
+    )
     add("--keep-checkpoints", default=2, type=at_least(1), help="how many checkpoints to keep")
     add("--async-checkpoint", action="store_true", help="train while a checkpoint is written")
     return parser.parse_args()
@@ -133,21 +138,18 @@ def main() -> None:
     seq_length = models.check_sizes(config, tokenizer, args.seq_length)
     torch.manual_seed(args.seed)
     # Weights are drawn on the CPU in float32, so every kind of device starts from the same model.
-    # Only rank 0 does so. On the meta device a model has shapes, but needs no memory.
-    with torch.device("cpu" if rank == 0 and not args.pretrained else "meta"):
-        if args.pretrained:
-            model = models.load_pretrained(args.model_name, config)
-        else:
-            model = AutoModelForCausalLM.from_config(
-                config,
-                attn_implementation=models.causal_attention(config),  # needs no mask tensor
-                dtype=torch.float32,
-            )
+    # Only rank 0 does so. All ranks shard a copy without weights: it has shapes, but no memory.
+    if rank > 0:
+        model = None
+    elif args.pretrained:
+        model = models.load_pretrained(args.model_name, config)
+    else:
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    full_model = model
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for parameter in model.parameters():  # buffers stay in float32: rotary tables need it
         parameter.data = parameter.data.to(getattr(torch, args.param_dtype))
-    weights = model.state_dict() if rank == 0 and not args.pretrained else {}
-    model.to("meta")
-    model.tie_weights()  # .to("meta") split GPT-2's shared embedding and output layer in two
     layers = models.find_layers(model)
     if args.activation_checkpointing != "none":
         # The backward pass of a layer recomputes what its forward pass did not save.
@@ -172,21 +174,29 @@ def main() -> None:
     # Weights, gradients and Adam's two moments; an asynchronous save copies no gradients.
     if args.cpu_offload:
         distributed.check_memory((4 + 3 * args.async_checkpoint) * local_bytes, "--cpu-offload")
-    model.to_empty(device=shard_device)  # allocates the shards, not yet filled
-    for module in model.modules():
-        if list(module.buffers(recurse=False)):  # rotary tables, which no checkpoint contains
-            module.to(device)
-            model._init_weights(module)
+    # Allocate the shards. Then rank 0 broadcasts the weights, one tensor after the other, and each
+    # rank keeps its part. Buffers are not sharded, and some are in no state dict (rotary tables).
+    model.to_empty(device=shard_device)
+    set_model_state_dict(
+        model,
+        full_model.state_dict() if rank == 0 else {},
+        options=StateDictOptions(
+            full_state_dict=True,
+            broadcast_from_rank0=True,
+            cpu_offload=args.cpu_offload,
+        ),
+    )
+    for name, buffer in list(model.named_buffers()):
+        *path, last = name.split(".")
+        source = full_model.get_buffer(name) if rank == 0 else buffer
+        buffer = source.to(device, copy=True)
+        dist.broadcast(buffer, src=0)
+        setattr(model.get_submodule(".".join(path)), last, buffer)
+    del full_model  # the only copy of the whole model
     if args.compile:
         for layer in layers:  # forward only, so FSDP's hooks stay outside of the compiled code
             layer.forward = torch.compile(layer.forward)
         model.loss_function = torch.compile(model.loss_function)
-    if args.pretrained:
-        models.load_shards(model, args.model_name)  # each rank reads its part of the files
-    else:  # rank 0 broadcasts one tensor after the other, and each rank keeps its part
-        broadcast = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-        set_model_state_dict(model, weights, options=broadcast)
-    del weights  # the only copy of the whole model
 
     # --- data ---
     # Tokenized once, then read from a cache. A file lock makes other processes wait meanwhile.
@@ -216,16 +226,20 @@ def main() -> None:
     )
     steps_per_epoch = len(train_data) // args.global_batch_size
     total_steps = args.max_steps or max(1, round(args.num_epochs * steps_per_epoch))
+    # Only steps that are logged are saved, so that no checkpoint needs a part of a mean loss.
+    args.ckpt_freq = math.ceil(args.ckpt_freq / args.log_freq) * args.log_freq
 
     # --- optimizer ---
     if args.warmup_steps is None:
         args.warmup_steps = min(100, total_steps // 4)
-    # Wider models need a smaller learning rate. 1 / width is a rule of thumb.
-    lr = args.lr if args.lr is not None else 1 / config.hidden_size
+    # Wider models need a smaller learning rate: 1 / width is a rule of thumb. Pretrained weights
+    # need a much smaller one.
+    default_lr = 5e-5 if args.pretrained else 1 / config.hidden_size
+    lr = default_lr if args.lr is None else args.lr
     optimizer = torch.optim.AdamW(
         model.parameters(),
         lr=lr,
-        betas=(0.8, 0.95),  # below the usual 0.9 and 0.999, because this run is short
+        betas=(args.beta1, 0.95),  # below the usual 0.9 and 0.999, because this run is short
         weight_decay=args.weight_decay,
         fused=True,  # one kernel updates many parameters
     )
@@ -243,12 +257,10 @@ def main() -> None:
     run_dir = make_run_dir(args.save_dir, distributed.experiment_name(args), rank)
     set_seed(args.seed + rank)  # Python's, NumPy's and PyTorch's RNGs, for dropout
     # Saved with the weights, the optimizer and the schedule: all that the next step depends on.
-    state = {"step": 0, "logged_step": 0, "running_loss": torch.zeros((), device=device)}
+    state = {"step": 0}
     # What must not change when a run resumes, for example --lr. The batch per device may change.
     settings = fixed_settings(args, model, train_data, seq_length, lr, total_steps)
-    checkpoint = find_checkpoint(run_dir, settings)
-    if checkpoint is not None:
-        load_checkpoint(checkpoint, model, optimizer, lr_scheduler, state)
+    if load_checkpoint(run_dir, model, optimizer, lr_scheduler, state, settings):
         logger.info(f"resumed after step {state['step']} of {total_steps}")
     if state["step"] == total_steps:
         logger.info(distributed.describe_complete_run(run_dir, total_steps))
@@ -265,13 +277,18 @@ def main() -> None:
     progress_bar = cli.progress_bar(total_steps, state["step"], rank)
     token_flops = flops_per_token(model, config, seq_length)
     timers = PhaseTimers(device)
-    save = AsyncCheckpoints(args.dist_timeout) if args.async_checkpoint else save_checkpoint
+    logged_step = state["step"]
+    running_loss = torch.zeros((), device=device)  # sum of the losses since then
+    save = save_checkpoint
+    if args.async_checkpoint:
+        checkpoints = AsyncCheckpoints(args.dist_timeout)
+        save = checkpoints.save
     barrier_tensor = torch.zeros((), device=device)
     batches = None
     model.train()  # turns dropout on, if the model has any
     # Python's garbage collector would pause some steps for up to 0.4 s. From here on it runs only
-    # when a step is logged, and it ignores objects that an earlier collection has kept.
-    gc.collect()
+    # when a step is logged, and it ignores all that exists now.
+    gc.freeze()
     gc.disable()
     while state["step"] < total_steps:
         epoch, epoch_step = divmod(state["step"], steps_per_epoch)
@@ -279,6 +296,9 @@ def main() -> None:
             # Each epoch has its own order. A resumed run skips the samples it has trained on.
             sampler.set_epoch(epoch, start=epoch_step * micro_batch_size * accumulation)
             batches = iter(dataloader)
+
+        # Waiting for other ranks is only measured in steps that are logged.
+        will_log = (state["step"] + 1) % args.log_freq == 0 or state["step"] + 1 == total_steps
 
         # The training step: forward and backward for each micro-batch, then clip and update.
         for micro_batch in range(accumulation):
@@ -288,19 +308,19 @@ def main() -> None:
             # Gradients add up locally until the last backward pass averages them over the ranks.
             last_backward = micro_batch == accumulation - 1
             model.set_requires_gradient_sync(last_backward or args.reduce_every_backward)
-            # With FSDP, the forward pass waits for all ranks, too.
-            with timers("wait"):
-                dist.all_reduce(barrier_tensor)
+            if will_log:  # with FSDP, the forward pass waits for all ranks, too
+                with timers("wait"):
+                    dist.all_reduce(barrier_tensor)
             with timers("forward"):
                 # The losses of the micro-batches add up to the mean over the global batch.
                 loss = model(**batch).loss / accumulation
-            if last_backward:
+            if last_backward and will_log:
                 # The backward pass waits for all ranks. An all-reduce before it times the wait.
                 with timers("wait"):
                     dist.all_reduce(barrier_tensor)
             with timers("backward"):
                 loss.backward()  # adds to the gradients of earlier micro-batches
-            state["running_loss"] += loss.detach()  # .item() would make the host wait for the GPU
+            running_loss += loss.detach()  # .item() would make the host wait for the GPU
         with timers("update"):
             # Limits what one bad batch can do to the weights. Returns the norm before clipping.
             grad_norm = clip_grad_norm(model, args.max_grad_norm)
@@ -316,15 +336,15 @@ def main() -> None:
         stop = False
         metrics = {"step": state["step"]}
         # In these steps the host waits for the GPU, because it reads numbers from its memory.
-        if state["step"] % args.log_freq == 0 or state["step"] % args.ckpt_freq == 0 or last:
-            # All ranks train on equally many tokens, so the mean loss is the mean of their means.
-            state["running_loss"] /= world_size
-            dist.all_reduce(state["running_loss"])  # a sum, because gloo cannot average
-            check_finite(run_dir, state, grad_norm)  # a run that has diverged stops here
         if state["step"] % args.log_freq == 0 or last:
+            # All ranks train on equally many tokens, so the mean loss is the mean of their means.
+            running_loss /= world_size
+            dist.all_reduce(running_loss)  # the sum of the ranks' parts
+            # A run that has diverged stops here, before it replaces a checkpoint.
+            check_finite(run_dir, state["step"], running_loss, grad_norm)
             metrics |= {
                 "epoch": epoch,
-                "loss": state["running_loss"].item() / (state["step"] - state["logged_step"]),
+                "loss": running_loss.item() / (state["step"] - logged_step),
                 "lr": step_lr,
                 "grad_norm": grad_norm.item(),
                 **timers.read(args.global_batch_size * seq_length, world_size, token_flops),
@@ -335,9 +355,9 @@ def main() -> None:
             stop_requests = torch.tensor(len(stop_signals), device=device)
             dist.all_reduce(stop_requests)
             stop = stop_requests.item() > 0 and not last
-            state["logged_step"] = state["step"]
-            state["running_loss"].zero_()
-            gc.collect(1)
+            logged_step = state["step"]
+            running_loss.zero_()
+            gc.collect()
         if state["step"] % args.eval_freq == 0 or last:
             with timers("evaluate"):
                 metrics |= evaluate(model, eval_dataloader, device, eval_data.tokens_per_byte)
@@ -347,13 +367,13 @@ def main() -> None:
         if state["step"] % args.ckpt_freq == 0 or last or stop:
             with timers("save"):  # if the process is killed here, the previous checkpoint is valid
                 save(
-                    run_dir, model, optimizer, lr_scheduler, state, settings, args.keep_checkpoints
+                    run_dir, model, optimizer, lr_scheduler, state, args.keep_checkpoints
                 )
         if stop:
             break
     progress_bar.close()
     if args.async_checkpoint:
-        save.finish()  # waits until the last checkpoint is written
+        checkpoints.finish()  # waits until the last checkpoint is written
     tracker.finish()
     if stop:
         status = distributed.ask_for_requeue(run_dir, state["step"])  # tells the job script

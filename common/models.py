@@ -11,12 +11,10 @@ from pathlib import Path
 import huggingface_hub
 import jinja2
 import torch
-import torch.distributed.checkpoint as dcp
 import transformers
 from huggingface_hub import constants
 from safetensors import SafetensorError
 from torch import nn
-from torch.distributed.checkpoint import CheckpointException, HuggingFaceStorageReader
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -40,7 +38,7 @@ PROMPTS = {"python-stdlib": "    def"}  # of the sample of a model's text, by da
 
 
 def load_config(name: str) -> PretrainedConfig:
-    """Load the configuration of a model.
+    """Load the configuration of a model, with the attention that it is to use.
 
     Raises InputError if there is none, or if it is not that of a causal language model: the losses
     of a model that sees later tokens, or that does not shift its labels, would mean nothing.
@@ -48,7 +46,9 @@ def load_config(name: str) -> PretrainedConfig:
     transformers.logging.set_verbosity_error()  # it warns about deliberate choices of this guide
     folder = resolve_model(name)
     try:
-        config = AutoConfig.from_pretrained(folder, use_cache=False)
+        config = AutoConfig.from_pretrained(folder)
+        attention = causal_attention(config)
+        config = AutoConfig.from_pretrained(folder, use_cache=False, attn_implementation=attention)
     except Exception as error:  # its fields are checked by code that raises many kinds of errors
         remedy = "get its files again, or give another -m"
         raise _cannot_load("model", name, "config.json", remedy, error) from error
@@ -117,13 +117,9 @@ def check_sizes(
 def load_pretrained(name: str, config: PretrainedConfig) -> PreTrainedModel:
     """Load a model with its pretrained weights, in float32, on the CPU.
 
-    If the default device is "meta", the model gets no weights; load_shards reads them later.
     Raises InputError for a preset, which has no weights, and if the weights cannot be loaded.
     """
-    options = {"attn_implementation": causal_attention(config), "dtype": torch.float32}
-    if name not in PRESET_NAMES and torch.get_default_device().type == "meta":
-        return AutoModelForCausalLM.from_config(config, **options)
-    return from_pretrained(AutoModelForCausalLM, name, config, options)
+    return from_pretrained(AutoModelForCausalLM, name, config, {"dtype": torch.float32})
 
 
 def from_pretrained(
@@ -187,10 +183,10 @@ def causal_attention(config: PretrainedConfig) -> str:
     does not know, and without a mask the kernel itself is causal. Models other than GPT-2 and
     Llama may need a mask, for example for a sliding window, so they get the usual attention.
     """
-    AttentionInterface.register("causal_sdpa", causal_sdpa)
     if config.model_type in MODELS_WITHOUT_MASK:
         return "causal_sdpa"
-    return "sdpa" if MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._supports_sdpa else "eager"
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config))
+    return "sdpa" if model_class is None or model_class._supports_sdpa else "eager"
 
 
 def causal_sdpa(
@@ -227,56 +223,7 @@ def causal_sdpa(
     return output.transpose(1, 2).contiguous(), None
 
 
-# --- weights for a sharded model ---
-
-
-def load_shards(model: PreTrainedModel, name: str) -> None:
-    """Fill a sharded model from safetensors files; each rank reads only its part of each tensor.
-
-    name: a local folder or a hub id. The values are converted to the model's dtype. All ranks must
-    call this. Raises InputError if a file or tensor is missing, damaged or has another shape.
-    """
-    folder = resolve_model(name)
-    if not Path(folder).is_dir():
-        try:
-            patterns = "model*.safetensors*"  # with the index, which chapters 1 to 3 need
-            folder = huggingface_hub.snapshot_download(folder, allow_patterns=patterns)
-        except (OSError, ValueError) as error:
-            raise not_found("model", name, PRESET_NAMES, error) from error
-    folder = Path(folder)
-    if not any(folder.glob("*.safetensors")):
-        raise InputError(
-            f"The folder {folder} has no safetensors files: load the model with transformers and "
-            "save it with save_pretrained."
-        )
-    reader = HuggingFaceStorageReader(str(folder))
-    try:
-        saved = reader.read_metadata().state_dict_metadata
-        dcp.load(_tensors_by_saved_name(model, saved, folder), storage_reader=reader)
-    except (CheckpointException, SafetensorError, OSError) as error:
-        by_rank = getattr(error, "failures", {0: (error,)})
-        cause = str(next(iter(by_rank.values()))[0]).rstrip(".")
-        raise InputError(
-            f"The weights in {folder} cannot be read ({cause}): get its safetensors files again."
-        ) from error
-
-
-def _tensors_by_saved_name(model: PreTrainedModel, saved: dict, folder: Path) -> dict:
-    """Return the model's tensors by their names in the files, without copies of tied tensors.
-
-    The names in the files may lack the prefix of the base model, or have one that is not needed.
-    """
-    prefix = f"{model.base_model_prefix}."
-    tensors = {}
-    for name, parameter in model.named_parameters():
-        names = (name, name.removeprefix(prefix), prefix + name)
-        saved_name = next((each for each in names if each in saved), name)
-        if saved_name in saved and len(saved[saved_name].chunks) > 1:
-            raise InputError(
-                f"Several files in {folder} have {saved_name}: keep the files of one model only."
-            )
-        tensors[saved_name] = parameter.detach()
-    return tensors
+AttentionInterface.register("causal_sdpa", causal_sdpa)
 
 
 def let_others_read(folder: Path) -> None:

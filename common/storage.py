@@ -120,29 +120,13 @@ def exists(path: Path) -> bool:
         return False
 
 
-def is_folder(path: Path) -> bool:
-    """Return whether a folder exists, in a store: whether any object is below this name."""
-    # The isdir method of s3fs would return False if the store does not answer.
-    return bool(path.fs.find(path.path)) if is_remote(path) else path.is_dir()
-
-
 def remove_folder(path: Path) -> None:
-    """Delete a folder that exists, with everything in it."""
+    """Delete a folder, if it exists, with everything in it."""
     if is_remote(path):
-        path.fs.rm(path.path, recursive=True)
-    else:
+        if path.fs.find(path.path):
+            path.fs.rm(path.path, recursive=True)
+    elif path.exists():
         shutil.rmtree(path)
-
-
-def size_and_stamp(path: Path) -> tuple[int, str | None]:
-    """Return a file's size in bytes and, in a store, its stamp if there is one (see stamp_of).
-
-    Raises FileNotFoundError, or an error of the store's client.
-    """
-    if not is_remote(path):
-        return path.stat().st_size, None
-    info = path.fs.info(path.path)
-    return info["size"], stamp_of(info)
 
 
 def stamp_of(info: dict) -> str | None:

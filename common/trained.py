@@ -11,22 +11,23 @@ from torch.distributed.checkpoint import CheckpointException
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from common import models
-from common.checkpoint import manifest
-from common.checkpoint.files import Reader, cause_of
+from common.checkpoint import (
+    complete_checkpoints,
+    damaged_file,
+    describe_model,
+    read_state,
+    reader_of,
+)
 from common.cli import InputError
-from common.storage import exists, explain_store_errors
+from common.storage import explain_store_errors
 
 
 class SavedCheckpoint(NamedTuple):
-    """A complete checkpoint, as state.json describes it.
-
-    files: size and checksum of each file, by name. settings: from fixed_settings.
-    """
+    """A complete checkpoint. settings: from fixed_settings."""
 
     run: Path
     path: Path
     step: int
-    files: dict[str, dict]
     settings: dict[str, object]
 
 
@@ -36,21 +37,14 @@ def find_saved(run: Path, step: int | None) -> SavedCheckpoint:
 
     Raises InputError if there is no such checkpoint, or if state.json is damaged.
     """
-    try:
-        settings, kept = manifest.read_record(run)
-    except (FileNotFoundError, NotADirectoryError) as error:
-        raise InputError(
-            f"{run} is no run's folder with a complete checkpoint: it has no state.json; check the "
-            "path."
-        ) from error
-    if not kept:
-        raise InputError(f"The run {run} has no complete checkpoint: give another one.")
+    settings, kept = read_state(run).get("training"), complete_checkpoints(run)
+    if settings is None or not kept:
+        raise InputError(f"{run} is no run's folder with a complete checkpoint: check the path.")
     step = step or max(kept)
     if step not in kept:
         steps = ", ".join(map(str, sorted(kept)))
         raise InputError(f"The run {run} keeps no checkpoint of step {step}: give one of {steps}.")
-    path, files = run / kept[step]["path"], kept[step]["files"]
-    return SavedCheckpoint(run, path, step, files, settings)
+    return SavedCheckpoint(run, kept[step], step, settings)
 
 
 def load_model(
@@ -72,16 +66,11 @@ def load_model(
     models.check_sizes(config, tokenizer, None)  # adapts a preset's vocabulary to the tokenizer
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    if manifest.describe_model(model) != saved.settings["model"]:
+    if describe_model(model) != saved.settings["model"]:
         raise InputError(
             f"{saved.run} has another model than {model_name}: give -m and --tokenizer-name."
         )
     models.check_sizes(config, tokenizer, saved.settings["seq_length"])
-    for name, expected in saved.files.items():
-        if manifest.measure_file(saved.path / name, expected) != expected:
-            raise InputError(
-                f"The checkpoint file {saved.path / name} is damaged: give another --step."
-            )
     persistent = model.state_dict().keys()
     weights = {
         name: torch.empty(
@@ -93,14 +82,13 @@ def load_model(
         if name in persistent
     }
     try:
-        dcp.load({"model": weights}, storage_reader=Reader(saved.path), no_dist=True)
-    except CheckpointException as error:
-        # If the metadata file is gone, PyTorch reports an AssertionError instead of an OSError.
-        there = explain_store_errors(exists)(saved.path / ".metadata")
-        reason = cause_of(error) if there else "it is gone"
+        if damaged := explain_store_errors(damaged_file)(saved.path):
+            raise InputError(f"The checkpoint file {damaged} is damaged: give another --step.")
+        dcp.load({"model": weights}, storage_reader=reader_of(saved.path), no_dist=True)
+    except (CheckpointException, FileNotFoundError) as error:
         raise InputError(
-            f"The checkpoint {saved.path} cannot be read ({reason}): if the run has deleted it "
-            "meanwhile, start the same command again."
+            f"The checkpoint {saved.path} cannot be read: if the run has deleted it meanwhile, "
+            "start the same command again."
         ) from error
     named = f"(model {model_name}, tokenizer {tokenizer_name}{note})"
     return model, weights, tokenizer, f"step {saved.step} of {saved.run} {named}"
