@@ -23,7 +23,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 # take many times longer.
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
-import collections
 import contextlib
 import itertools
 import shutil
@@ -64,20 +63,6 @@ def pytest_unconfigure() -> None:
             started_here = process.environ().get("TMPDIR") == _session_folder.name
             if started_here and process.pid != os.getpid():
                 process.kill()
-
-
-def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
-    """Say how many of the commands on pages were run; test_pages.py records it."""
-    counts = collections.Counter(
-        what
-        for report in terminalreporter.stats.get("passed", [])
-        for name, done in report.user_properties
-        if name == "commands on pages"
-        for what in done
-    )
-    if counts:
-        parts = (f"{number} {what}" for what, number in counts.most_common())
-        terminalreporter.write_line(f"commands on pages: {', '.join(parts)}")
 
 
 # The modules that take longest start first, so that no worker is left alone with one at the end.

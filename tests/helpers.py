@@ -23,6 +23,7 @@ import pytest
 import torch
 from cluster import ENVIRONMENT, PATIENCE_S
 from runner import Ranks, Series, finish, start
+from torch.distributed import TCPStore
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.tensor import DTensor
 
@@ -107,6 +108,22 @@ def run_ranks(
     err = [str(folder / f"stderr-{rank}") for rank in range(world_size)]
     ranks = Ranks(world_size, [], script=str(script), stdout_file=out, stderr_file=err)
     return ranks.finish(), Path(out[0]).read_text()
+
+
+def copy_repository(folder: Path) -> None:
+    """Copy the working tree, without what git ignores, and links to the environment's folders."""
+    listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
+    for name in subprocess.check_output(listed, cwd=ROOT, text=True).splitlines():
+        if (ROOT / name).is_file():
+            (folder / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copy2(ROOT / name, folder / name)
+    if (ROOT / ".venv").exists():
+        (folder / ".venv").mkdir()
+        for path in (ROOT / ".venv").iterdir():
+            if path.is_file():  # newer than requirements.txt, so that make installs nothing
+                shutil.copyfile(path, folder / ".venv" / path.name)
+            else:
+                (folder / ".venv" / path.name).symlink_to(path)
 
 
 def launch_file(chapter: str) -> Path:
@@ -233,6 +250,30 @@ def plant(chapter: str, folder: Path, replacements: list[tuple[str, str]]) -> Pa
 
 STEPS = 10
 LENGTH = 16  # tokens of a sequence: longer ones take longer and show nothing more
+# By the name that a Run gives them: presets in width 32, with six times fewer weights.
+NARROW = {"gpt2-narrow": "gpt2-tiny", "llama-narrow": "llama-tiny"}
+# By name: the options of chapter 4.
+FSDP_OPTIONS = {
+    "whole": ("--no-reshard-after-forward",),
+    "selective": ("--activation-checkpointing", "selective"),
+    "full": ("--activation-checkpointing", "full"),
+    "offload": ("--cpu-offload",),
+    "reduce": ("--reduce-every-backward", "-b", 4),
+    "async": ("--async-checkpoint",),
+    "accumulated": ("-b", 2),
+    "zero1": ("--zero1",),
+    "compile": ("--compile",),
+}
+
+
+def write_narrow(path: Path, preset: str, **changes: object) -> Path:
+    """Write the configuration of a preset in width 32, with these changes."""
+    config = json.loads((ROOT / f"common/presets/{preset}/config.json").read_text())
+    llama = {"hidden_size": 32, "intermediate_size": 88, "head_dim": 16}
+    config |= {"n_embd": 32} if "n_embd" in config else llama
+    path.mkdir()
+    (path / "config.json").write_text(json.dumps(config | changes))
+    return path
 
 
 @dataclasses.dataclass(frozen=True)
@@ -261,7 +302,8 @@ class Ladder:
     """Runs of one kind of training in one folder, each started once and kept by its name.
 
     selected: runs that tests will ask for. All of the same number of ranks are done in one start.
-    in_shell: as for Series. length: tokens of a sequence, a multiple of 16.
+    in_shell: as for Series. length: tokens of a sequence, a multiple of 16. model: what runs
+    without -m train. places: by the number of ranks, the variables of each rank.
     """
 
     def __init__(
@@ -270,20 +312,30 @@ class Ladder:
         selected: list[Run] = (),
         in_shell: bool = False,
         length: int = LENGTH,
+        model: str = "gpt2-tiny",
+        places: dict[int, list[dict[str, object]]] | None = None,
     ) -> None:
         self.folder = folder
         self.length = length
+        self.model = model
+        self.places = places or {}
         self.selected = selected
         self.in_shell = in_shell
         self.done: dict[Run, Series] = {}
         # 7 steps an epoch, so that 10 steps are in two of them.
         (folder / "corpus.json").write_text(json.dumps(random_texts(7 * length // 16)))
+        for name, preset in NARROW.items():
+            write_narrow(folder / name, preset)
 
     def flags(self, name: str, *args: object) -> list[object]:
+        args = args if "-m" in args else ("-m", self.model, *args)
+        narrow = [("--tokenizer-name", NARROW[word]) for word in args if word in NARROW]
+        words = [self.folder / word if word in NARROW else word for word in args]
         return [
+            *chain.from_iterable(narrow),
             *("-d", self.folder / "corpus.json", "-s", self.length, "--global-batch-size", 24),
             *("--max-steps", STEPS, "--log-freq", 1, "--eval-freq", 5, "--ckpt-freq", STEPS),
-            *("--warmup-steps", 3, "--save-dir", self.folder, "-e", name, *args),
+            *("--warmup-steps", 3, "--save-dir", self.folder, "-e", name, *words),
         ]
 
     def samples_file(self, name: str, rank: int = 0) -> str:
@@ -304,7 +356,8 @@ class Ladder:
             runs = [run, *(other for other in others if other not in self.done)]
             options = {each.name: self._options(each) for each in runs}
             folder = self.folder / f"series-{len(self.done)}"
-            series = Series(run.world_size, options, folder, in_shell=self.in_shell)
+            places = self.places.get(run.world_size)
+            series = Series(run.world_size, options, folder, places, in_shell=self.in_shell)
             self.done |= dict.fromkeys(runs, series)
         self.done[run].assert_ended(run.name)
         return run.name
@@ -338,19 +391,25 @@ class Ladder:
 
 
 def selected_runs(request: pytest.FixtureRequest) -> list[Run]:
-    """Return the runs that are parameters of the tests of this module that were chosen to run."""
+    """Return the runs that are parameters of the chosen tests that use this fixture."""
     items = [i for i in request.session.items if i.path == request.path and hasattr(i, "callspec")]
+    items = [item for item in items if request.fixturename in item.fixturenames]
     values = chain.from_iterable(item.callspec.params.values() for item in items)
     return list(dict.fromkeys(value for value in values if isinstance(value, Run)))
 
 
 def assert_parity(ladder: Ladder, expected: str, found: str, world_size: int) -> None:
-    """Each loss within 1e-5, each norm within 1e-3, and the same samples in every global batch."""
+    """The same losses, and the same samples in every global batch."""
     same_samples = ladder.samples(found, world_size) == ladder.samples(expected)
     assert same_samples, "the samples differ"
     expected, found = ladder.metrics(expected), ladder.metrics(found)
     assert len(expected) == STEPS and expected[-1]["epoch"] == 1
     assert expected[-1]["loss"] < expected[0]["loss"] - 1
+    assert_same_losses(expected, found)
+
+
+def assert_same_losses(expected: list[dict], found: list[dict]) -> None:
+    """Each loss within 1e-5, each norm within 1e-3."""
     for key in ("step", "epoch", "lr"):
         same = [line[key] for line in found] == [line[key] for line in expected]
         assert same, f"the {key} differ"
@@ -362,7 +421,7 @@ def assert_parity(ladder: Ladder, expected: str, found: str, world_size: int) ->
 
 def assert_chapter_1(ladder: Ladder, run: Run) -> None:
     """The same training as chapter 1's, of the same model, without any of the other arguments."""
-    model = run.args[run.args.index("-m") + 1] if "-m" in run.args else "gpt2-tiny"
+    model = run.args[run.args.index("-m") + 1] if "-m" in run.args else ladder.model
     found = ladder.run(run)
     assert_parity(ladder, ladder.alone("-m", model, "-b", 24), found, run.world_size)
 
@@ -404,7 +463,10 @@ def run_on_nodes(
 
     options as for Ranks.
     """
-    address = {"MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}
+    # This process serves the store, as in Ranks: no port is taken before its use.
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    address = {"MASTER_ADDR": "localhost", "MASTER_PORT": store.port}
+    address["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     places = [
         {**address, "WORLD_SIZE": len(local_ranks), "RANK": rank, "LOCAL_RANK": local_rank}
         for rank, local_rank in enumerate(local_ranks)
@@ -421,31 +483,67 @@ def run_on_nodes(
 RESUMED_STEPS = 40
 
 
-def make_flags(folder: Path) -> list[object]:
-    """A model with dropout, so that the random state counts, and a corpus of 15 steps an epoch."""
-    config = json.loads((ROOT / "common/presets/gpt2-tiny/config.json").read_text())
-    config |= {"attn_pdrop": 0.1, "resid_pdrop": 0.1, "embd_pdrop": 0.1, "n_embd": 32}
-    (folder / "model").mkdir()
-    (folder / "model/config.json").write_text(json.dumps(config))
+def make_flags(folder: Path, dropout: float = 0.1) -> list[object]:
+    """A model with dropout, so that the RNG state counts, and a corpus of 15 steps an epoch."""
+    dropouts = dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), dropout)
+    write_narrow(folder / "model", "gpt2-tiny", **dropouts)
     words = random.Random(0)
     texts = ["".join(words.choice("abc \n") for _ in range(200)) for _ in range(24)]
     (folder / "corpus.json").write_text(json.dumps(texts))
     return [
         *("-m", folder / "model", "--tokenizer-name", "gpt2-tiny", "-d", folder / "corpus.json"),
-        *(
-            "-s",
-            32,
-            "--global-batch-size",
-            6,
-            "-b",
-            3,
-            "--max-steps",
-            RESUMED_STEPS,
-            "--log-freq",
-            3,
-        ),
-        *("--eval-freq", 10, "--ckpt-freq", 5, "--warmup-steps", 10, "--lr", 1e-2),
+        *("-s", 32, "--global-batch-size", 6, "-b", 3, "--max-steps", RESUMED_STEPS),
+        *("--log-freq", 3, "--eval-freq", 10, "--ckpt-freq", 5, "--warmup-steps", 10),
+        *("--lr", 1e-2),
     ]
+
+
+class Runs:
+    """Runs in one folder that end or are stopped, and that a start of the same name resumes.
+
+    Each rank notes its samples and what it prints. flags: by default make_flags'.
+    """
+
+    def __init__(self, folder: Path, *args: object, flags: list[object] | None = None) -> None:
+        self.folder = folder
+        self.flags = [*(make_flags(folder) if flags is None else flags), *args]
+        self.flags += ["--save-dir", folder]
+
+    def start(
+        self, name: str, *args: object, chapter: str = "01-single-gpu", ranks: int = 1, **options
+    ) -> Ranks:
+        files = {
+            f"{kind}_file": [str(self.folder / f"{name}-{rank}.{kind}") for rank in range(ranks)]
+            for kind in ("samples", "stderr")
+        }
+        options = {"chapter": chapter, **files, **options}
+        return Ranks(ranks, [*self.flags, "-e", name, *args], **options)
+
+    def finish(self, name: str, *args: object, **options: object) -> list[int]:
+        """Start a run, wait until it ends or stops, and return the exit statuses."""
+        return self.start(name, *args, **options).finish()
+
+    def said(self, name: str, rank: int = 0) -> str:
+        return (self.folder / f"{name}-{rank}.stderr").read_text()
+
+    def samples(self, name: str, rank: int = 0) -> list[str]:
+        """Return the samples of each step that a rank has trained, in all starts together."""
+        return (self.folder / f"{name}-{rank}.samples").read_text().splitlines()
+
+    def stopped_after(self, name: str) -> tuple[int, int]:
+        """Return (steps trained so far, step that the run resumes after)."""
+        return len(self.samples(name)), newest_step(self.folder / name)
+
+    def assert_same(self, straight: str, name: str, trained: int = 0, resumed_after: int = 0):
+        """Bit by bit the numbers, tensors and samples of a run that nobody stopped.
+
+        The run that was stopped has trained so many steps, and then those after `resumed_after`.
+        """
+        assert_exact(self.folder / straight, self.folder / name)
+        for file in self.folder.glob(f"{name}-[0-9].samples"):
+            rank = int(file.stem[-1])
+            samples = self.samples(straight, rank)
+            assert self.samples(name, rank) == samples[:trained] + samples[resumed_after:]
 
 
 def assert_same_tensors(expected: object, found: object, key: str = "") -> None:
@@ -466,6 +564,12 @@ def go_back_to(step: int, run_dir: Path) -> None:
             shutil.rmtree(path)
 
 
+def hand_over(source: Path, target: Path, step: int) -> None:
+    """Copy a run as it was after a step; a start of the copy's name goes on from there."""
+    shutil.copytree(source, target)
+    go_back_to(step, target)
+
+
 def newest_step(run_dir: Path) -> int:
     """Return the step that the run goes on after."""
     return json.loads((run_dir / "state.json").read_text())["checkpoints"][-1]["step"]
@@ -480,7 +584,7 @@ def tensors(run_dir: Path, step: int | None = None) -> dict:
 
 
 def assert_exact(expected: Path, found: Path) -> None:
-    for key in EXACT:
+    for key in ("step", *EXACT):
         values = [[line.get(key) for line in read_metrics(path)] for path in (expected, found)]
         assert values[0] == values[1], key
     assert_same_tensors(tensors(expected), tensors(found))

@@ -80,10 +80,6 @@ class Lab:
         self.wait_for(lambda: self.cluster.shell(*queued) in ended, timeout)
         return self.cluster.job(job)["JobState"]
 
-    def cancel(self, job: str) -> None:
-        self.cluster.shell("scancel", job)
-        self.wait_until_idle()
-
     def wait_until_idle(self) -> None:
         self.wait_for(lambda: {self.cluster.node_state(node) for node in NODES} == {"idle"})
 

@@ -49,6 +49,12 @@ def corpus() -> str:
     return hashlib.sha256("".join(texts).encode()).hexdigest()[:16]
 
 
+def digest_of_source(notebook: NotebookNode) -> str:
+    """Return a digest of all code, by which stored outputs are known to be of this code."""
+    cells = [cell.source for cell in notebook.cells if cell.cell_type == "code"]
+    return hashlib.sha256("\n\n".join(cells).encode()).hexdigest()[:16]
+
+
 def execute(path: Path, environment: Mapping[str, str] = os.environ) -> NotebookNode:
     """Return a notebook with the outputs of a run. Raises nbclient's CellExecutionError."""
     notebook = nbformat.read(path, as_version=4)
@@ -67,7 +73,7 @@ def execute(path: Path, environment: Mapping[str, str] = os.environ) -> Notebook
         )
         # Not the reader's own configuration and history.
         client.execute(env={**environment, "IPYTHONDIR": f"{folder}/ipython"})
-    notebook.metadata["corpus"] = corpus()
+    notebook.metadata |= {"corpus": corpus(), "source": digest_of_source(notebook)}
     return notebook
 
 

@@ -36,7 +36,7 @@ from torch.distributed.checkpoint import filesystem
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
-from common import distributed, models
+from common import cli, distributed, models
 from common.checkpoint import manifest, save_load
 from common.data import dataset
 
@@ -296,13 +296,19 @@ def _run_in_series(
     chapter: str = "01-single-gpu",
     samples_file: str | None = None,
     within: Callable[[], contextlib.AbstractContextManager] | None = None,
+    env: dict[str, object] | None = None,
+    expect: int = 0,
+    stderr_file: str | None = None,
 ) -> None:
     """Run one configuration and leave the process as it was.
 
     port: of the store. args, chapter, samples_file: as for _child. within: returns a context in
-    which to run: what it plants or notes, it takes away again.
+    which to run: what it plants or notes, it takes away again. env: variables to set for this run.
+    expect: the status with which the script must end on this rank. With another status than 0, all
+    ranks must end by themselves, without waiting for each other. stderr_file: gets what is printed.
     """
-    os.environ["MASTER_PORT"] = str(port)
+    before = dict(os.environ)
+    os.environ |= {"MASTER_PORT": str(port), **{k: str(v) for k, v in (env or {}).items()}}
     sys.argv = [f"{chapter}/train_llm.py", *args]
     random.seed(12345)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
@@ -311,7 +317,12 @@ def _run_in_series(
             stack.enter_context(_note_samples(Path(samples_file)))
         if within:
             stack.enter_context(within())
-        load_abridged(chapter).main()
+        if stderr_file:
+            stack.enter_context(_stderr_to(stderr_file))
+        main = load_abridged(chapter).main
+        _end_with(expect, main) if expect else main()
+    os.environ.clear()
+    os.environ.update(before)
     for number, handler in handlers.items():
         signal.signal(number, handler)
     logging.getLogger().handlers.clear()
@@ -320,6 +331,36 @@ def _run_in_series(
         torch._dynamo.reset()
     gc.enable()
     gc.collect()
+
+
+@contextlib.contextmanager
+def _stderr_to(path: str) -> Iterator[None]:
+    terminal = os.dup(2)
+    with Path(path).open("w") as file:
+        os.dup2(file.fileno(), 2)
+    try:
+        yield
+    finally:
+        sys.stderr.flush()
+        os.dup2(terminal, 2)
+        os.close(terminal)
+
+
+def _end_with(status: int, main: Callable[[], None]) -> None:
+    """Run a script that must end with this status; this process goes on."""
+
+    def leave(found: int) -> None:
+        raise SystemExit(found)
+
+    leave_for_ever, distributed._exit = distributed._exit, leave
+    head_start, cli.HEAD_START_S = cli.HEAD_START_S, 0.0
+    try:
+        distributed.run(main)
+    except SystemExit as error:
+        assert error.code == status, f"the status is {error.code}"
+    distributed._exit, cli.HEAD_START_S = leave_for_ever, head_start
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
 
 
 def finish(process: multiprocessing.Process, timeout: float = 900) -> int:

@@ -1,16 +1,14 @@
 """A run that diverges stops on all ranks, and its last good checkpoint stays."""
 
-import itertools
 import json
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import newest_step, plant, random_texts, read_metrics
+from helpers import newest_step, plant, random_texts, read_metrics, register
 from runner import Ranks, finish, start
 from torch import nn
 
-from common.data import Sequences
 from common.gradients import clip_grad_norm
 
 LOG, SAVE, STEPS = 4, 5, 15
@@ -47,16 +45,15 @@ def bad_gradient(step: int) -> tuple[str, str]:
 
 # In which step it is noticed, and which checkpoint stays.
 CASES = {
-    "between two log lines": ("01-single-gpu", 1, [bad_loss(7, 0)], (), 8, 5),
     "one rank only": ("02-ddp", 2, [bad_loss(7, 1)], (), 8, 5),
-    "one rank's number only": ("02-ddp", 2, [bad_number(8, 1)], (), 8, 5),
     "in the step of a checkpoint": ("01-single-gpu", 1, [bad_gradient(10)], (), 10, 5),
     "asynchronous": ("04-fsdp", 2, [bad_gradient(10)], ("--async-checkpoint",), 10, 5),
+    "one rank's number only": ("02-ddp", 2, [bad_number(8, 1)], (), 8, 5),
     "before the first checkpoint": ("01-single-gpu", 1, [bad_loss(2, 0)], (), 4, None),
 }
 # A script in which the bug is planted beside the case that must notice it.
 BUGS = {
-    "no check": ("between two log lines", [(CHECK, "            pass\n")]),
+    "no check": ("one rank only", [(CHECK, "            pass\n")]),
     "each rank its own loss": ("one rank's number only", [(CHECK, ""), (DUE, DUE + CHECK)]),
     "at log lines only": (
         "in the step of a checkpoint",
@@ -64,6 +61,10 @@ BUGS = {
     ),
     "the loss only": ("asynchronous", [("state, grad_norm)", "state, torch.zeros(()))")]),
 }
+for chapter, _, replaced, *_ in CASES.values():
+    register(chapter, replaced)
+for case, replaced in BUGS.values():
+    register(CASES[case][0], replaced)
 
 
 def run(folder: Path, chapter: str, world_size: int, replaced: list, args: tuple) -> list[int]:
@@ -93,14 +94,21 @@ def assert_stopped(folder: Path, statuses: list[int], noticed: int, kept: int | 
         assert not (folder / "run/state.json").exists()
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize(
+    "case",
+    [
+        *("one rank only", "in the step of a checkpoint"),
+        pytest.param("asynchronous", marks=pytest.mark.ci),
+        pytest.param("one rank's number only", marks=pytest.mark.ci),
+        pytest.param("before the first checkpoint", marks=pytest.mark.ci),
+    ],
+)
 def test_stops(tmp_path, case):
     chapter, world_size, replaced, args, noticed, kept = CASES[case]
     statuses = run(tmp_path, chapter, world_size, replaced, args)
     assert_stopped(tmp_path, statuses, noticed, kept)
 
 
-@pytest.mark.nightly
 @pytest.mark.parametrize("bug", BUGS)
 def test_planted_bug_is_noticed(tmp_path, bug):
     case, wrong = BUGS[bug]
@@ -110,6 +118,7 @@ def test_planted_bug_is_noticed(tmp_path, bug):
         assert_stopped(tmp_path, statuses, noticed, kept)
 
 
+@pytest.mark.ci
 def test_a_step_that_the_scaler_skips_is_no_divergence(tmp_path):
     """With float16, an infinite gradient in the step of a checkpoint stops nothing."""
     bug = [bad_gradient(10)]
@@ -132,58 +141,22 @@ def test_norm_is_that_of_float64_and_clips_as_pytorch_does():
     assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), again, strict=True))
 
 
-@pytest.mark.check
-@pytest.mark.parametrize("limit", [1, 3, 7, 10, 100])
-def test_sample_of_the_evaluation(limit):
-    """At most `limit` sequences, evenly spaced, and all of them if there are no more."""
-    data = Sequences(torch.arange(30).reshape(10, 3).numpy(), "digest", 1.0)
-    rows = [
-        data.sample(limit)[i]["input_ids"][0].item() // 3 for i in range(len(data.sample(limit)))
-    ]
-    assert len(rows) == min(limit, 10)
-    steps = {b - a for a, b in itertools.pairwise(rows)}
-    assert len(steps) <= 2 and all(0 < step <= 10 // len(rows) + 1 for step in steps)
-    if limit >= 10:
-        assert rows == list(range(10))
+# --- garbage collection ---
+
+GARBAGE_BUGS = {
+    "not disabled": ("the steps", ("    gc.disable()\n", "")),
+    "old objects too": ("the objects that were searched", ("gc.collect(1)\n", "gc.collect()\n")),
+}
+for _, replaced in GARBAGE_BUGS.values():
+    register("01-single-gpu", [replaced])
 
 
-@pytest.mark.parametrize("chapter", ["01-single-gpu"])
-def test_garbage_is_collected_in_logged_steps_only(tmp_path, chapter):
-    """Each optimizer step makes cyclic garbage, enough for automatic collections."""
-    noted = tmp_path / "noted"
-    assert collect_while_training(tmp_path, chapter, []) == 0
-    assert_collected(noted)
+def assert_collected(folder: Path, *replaced: tuple[str, str]) -> None:
+    """In logged steps only, and none of the objects that a collection has kept is looked at.
 
-
-def assert_collected(noted: Path) -> None:
-    """In logged steps only, and none of the objects that a collection has kept is looked at."""
-    notes = [line.split() for line in noted.read_text().splitlines()]
-    steps = {int(step) for step, _ in notes}
-    assert steps == set(range(LOG, STEPS, LOG)) | {STEPS}, f"the steps are {steps}"
-    searched = [int(count) for _, count in notes]
-    assert searched[0] >= HEAP, "the first collection sees what the first step has made"
-    assert max(searched[1:]) < HEAP, f"the objects that were searched are {searched}"
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("line", "wrong", "red"),
-    [
-        ("    gc.disable()\n", "", "the steps"),
-        ("gc.collect(1)\n", "gc.collect()\n", "the objects that were searched"),
-    ],
-    ids=["not disabled", "old objects too"],
-)
-def test_planted_collection_is_noticed(tmp_path, line, wrong, red):
-    assert collect_while_training(tmp_path, "01-single-gpu", [(line, wrong)]) == 0
-    with pytest.raises(AssertionError, match=red):
-        assert_collected(tmp_path / "noted")
-
-
-def collect_while_training(folder: Path, chapter: str, replaced: list) -> int:
-    """Train beside a heap of HEAP objects that the first step makes, as compiling a model does.
-
-    For each collection, the file `noted` gets the step and how many objects it looks at.
+    The first step makes a heap of objects, as compiling a model does, and each step makes cyclic
+    garbage, enough for automatic collections. The file `noted` gets a line for each collection: the
+    step, and how many objects it looks at.
     """
     noted = folder / "noted"
     searched = "sum(len(gc.get_objects(n)) for n in range(info['generation'] + 1))"
@@ -197,5 +170,21 @@ def collect_while_training(folder: Path, chapter: str, replaced: list) -> int:
         "            del garbage, each\n"
     )
     end = "    progress_bar.close()\n"
-    script = [(UPDATE, note), (end, f"    gc.callbacks.clear()\n{end}")]
-    return run(folder, chapter, 1, [*script, *replaced], ())[0]
+    script = [(UPDATE, note), (end, f"    gc.callbacks.clear()\n{end}"), *replaced]
+    assert run(folder, "01-single-gpu", 1, script, ()) == [0]
+    steps, searched = zip(*(map(int, line.split()) for line in noted.open()), strict=True)
+    assert set(steps) == set(range(LOG, STEPS, LOG)) | {STEPS}, f"the steps are {steps}"
+    assert searched[0] >= HEAP, "the first collection sees what the first step has made"
+    assert max(searched[1:]) < HEAP, f"the objects that were searched are {searched}"
+
+
+@pytest.mark.ci
+def test_garbage_is_collected_in_logged_steps_only(tmp_path):
+    assert_collected(tmp_path)
+
+
+@pytest.mark.parametrize("bug", GARBAGE_BUGS)
+def test_planted_collection_is_noticed(tmp_path, bug):
+    red, replaced = GARBAGE_BUGS[bug]
+    with pytest.raises(AssertionError, match=red):
+        assert_collected(tmp_path, replaced)

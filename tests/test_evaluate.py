@@ -1,6 +1,5 @@
 """What a model is worth on a text: each token counts once, on any number of ranks."""
 
-import argparse
 import json
 import math
 import os
@@ -39,16 +38,31 @@ RUNS = {
 
 @pytest.fixture(scope="module")
 def saved(make_folder) -> Path:
-    """Return a folder with a corpus, three runs that were trained on it, and a folder of one."""
+    """Return a folder with a corpus, and with the runs and folders that tests have asked for."""
     folder = make_folder("saved")
     (folder / "corpus.json").write_text(json.dumps(random_texts(30)))
-    args = ["-d", folder / "corpus.json", *SMALL, "--save-dir", folder]
-    for name, own in RUNS.items():
-        assert finish(start([*args, *own, "-e", name])) == 0
-    trained = load_trained(str(folder / "llama"), None, None, None)
-    trained.model.save_pretrained(folder / "llama-folder")
-    trained.tokenizer.save_pretrained(folder / "llama-folder")
+    provide(folder, "gpt2")
     return folder
+
+
+def provide(folder: Path, name: str) -> None:
+    """Train this run, or save the weights of one as a folder, if that is not done yet."""
+    if (folder / name).exists():
+        return
+    if name in RUNS:
+        args = ["-d", folder / "corpus.json", *SMALL, *RUNS[name], "--save-dir", folder, "-e", name]
+        assert finish(start(args)) == 0
+    if name == "llama-folder":
+        provide(folder, "llama")
+        trained = load_trained(str(folder / "llama"), None, None, None)
+        trained.model.save_pretrained(folder / name)
+        trained.tokenizer.save_pretrained(folder / name)
+    if name == "own":
+        rows = [f'"{text[::-1]}",other\n' for text in random_texts(30)]
+        (folder / "table.csv").write_text("body,author\n" + "".join(rows))
+        args = ["-d", folder / "table.csv", "--text-column", "body", "-m", "llama-tiny", *SMALL]
+        args += ["--tokenizer-name", save_letters(folder / "own-letters", "abcdefgh \n")]
+        assert finish(start([*args, "--save-dir", folder, "-e", name])) == 0
 
 
 @pytest.fixture
@@ -59,6 +73,7 @@ def evaluate(monkeypatch, capfd, saved, tmp_path):
         monkeypatch.delenv(name)
 
     def run(name: str, *args: object, plant: Callable = lambda script: None) -> dict:
+        provide(saved, name)
         script = load_script(SCRIPT)
         plant(script)
         output = tmp_path / "facts.json"
@@ -82,7 +97,7 @@ def tokens_of(saved: Path, split: str) -> list[int]:
     return [token for text in texts for token in [*tokenizer(text)["input_ids"], 0]]
 
 
-@pytest.mark.parametrize("name", RUNS)
+@pytest.mark.parametrize("name", first_then_nightly(RUNS))
 def test_without_overlap_it_is_the_number_of_the_run(name, evaluate, saved):
     facts, last = evaluate(name), read_metrics(saved / name)[-1]
     for key, own in (("loss", "eval_loss"), ("perplexity",) * 2, ("bits_per_byte",) * 2):
@@ -114,7 +129,8 @@ def score_the_overlap_twice(script) -> None:
     script.find_windows = wrong
 
 
-@pytest.mark.parametrize("stride", first_then_nightly([1, 5, 31]))
+@pytest.mark.ci
+@pytest.mark.parametrize("stride", first_then_nightly([5, 31]))
 def test_each_token_has_its_context_and_counts_once(stride, evaluate, saved):
     trained = load_trained(str(saved / "gpt2"), None, None, None)
     tokens = tokens_of(saved, "evaluation")
@@ -137,6 +153,7 @@ def scored(windows: tuple[np.ndarray, np.ndarray], seq_length: int) -> Counter:
     return found
 
 
+@pytest.mark.check
 def test_windows():
     """All short lines: every token once, with at least what the stride leaves before it."""
     find = load_script(SCRIPT).find_windows
@@ -171,27 +188,6 @@ def mean_of_means(script) -> None:
     script.dist = types.SimpleNamespace(**{**vars(dist), "all_reduce": all_reduce})
 
 
-def the_same_windows(script) -> None:
-    """Plant: each rank takes all windows."""
-    make = script.make_batches
-    script.make_batches = lambda windows, *args: make(script.all_windows, *args)
-    find = script.find_windows
-
-    def note(*args: int) -> tuple[np.ndarray, np.ndarray]:
-        script.all_windows = [(script.line, b, f) for b, f in zip(*find(*args), strict=True)]
-        return find(*args)
-
-    script.find_windows = note
-    script.np = types.SimpleNamespace(
-        **{**vars(np), "memmap": lambda *a, **k: keep(script, *a, **k)}
-    )
-
-
-def keep(script, *args: object, **kwargs: object) -> np.ndarray:
-    script.line = np.memmap(*args, **kwargs)
-    return script.line
-
-
 def evaluate_ranks(rank: int, jobs: list[tuple], world_size: int, queue) -> None:
     """Evaluate several times, each with a store of its own."""
     os.chdir(ROOT)
@@ -210,29 +206,20 @@ def evaluate_ranks(rank: int, jobs: list[tuple], world_size: int, queue) -> None
 def test_ranks_give_the_same_number(world_size, evaluate, saved, tmp_path):
     expected = evaluate("gpt2", "--stride", 20)
     stores, jobs, outputs = [], [], []
-    for plant in (None, mean_of_means, the_same_windows):
+    for plant in (None, mean_of_means):
         stores.append(TCPStore("localhost", 0, is_master=True, wait_for_workers=False))
         outputs.append(tmp_path / f"{len(outputs)}.json")
-        args = (
-            saved / "gpt2",
-            "-d",
-            saved / "corpus.json",
-            "--stride",
-            20,
-            "--output",
-            outputs[-1],
-        )
+        args = (saved / "gpt2", "--stride", 20, "--output", outputs[-1])
         jobs.append((stores[-1].port, args, plant))
     done = ask_ranks(world_size, evaluate_ranks, jobs, world_size)
     assert done == [len(jobs)] * world_size
-    found, means, repeated = (json.loads(output.read_text()) for output in outputs)
+    found, means = (json.loads(output.read_text()) for output in outputs)
     for key in ("loss", "perplexity", "bits_per_byte"):
         assert found[key] == pytest.approx(expected[key], rel=1e-6)
     for key in ("tokens", "scored_tokens", "bytes"):
         assert found[key] == expected[key]
     assert found["ranks"] == world_size
     assert means["loss"] != pytest.approx(expected["loss"], rel=1e-6)
-    assert repeated["scored_tokens"] == world_size * expected["scored_tokens"]
 
 
 def refuse_ranks(rank: int, port: int, args: tuple, world_size: int, queue) -> None:
@@ -261,6 +248,7 @@ def another_checkpoint(script) -> None:
     script.load_trained = load_another
 
 
+@pytest.mark.nightly
 def test_ranks_that_read_different_checkpoints(saved, tmp_path):
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     args = (saved / "gpt2", "-d", saved / "corpus.json", "--output", tmp_path / "facts.json")
@@ -276,31 +264,15 @@ def test_ranks_that_read_different_checkpoints(saved, tmp_path):
 # --- what a run was trained on ---
 
 
-@pytest.fixture(scope="module")
-def own_run(saved) -> Path:
-    """Return the folder of a run on a table, with a text column and a tokenizer of its own."""
-    rows = [f'"{text[::-1]}",other\n' for text in random_texts(30)]
-    (saved / "table.csv").write_text("body,author\n" + "".join(rows))
-    args = ["-d", saved / "table.csv", "--text-column", "body", "-m", "llama-tiny", *SMALL]
-    args += ["--tokenizer-name", save_letters(saved / "own-letters", "abcdefgh \n")]
-    assert finish(start([*args, "--save-dir", saved, "-e", "own"])) == 0
-    return saved / "own"
-
-
-def forget_the_sources(script) -> None:
-    """Plant: a run does not remember what it is."""
-    load = script.load_trained
-    script.load_trained = lambda *args: load(*args)._replace(sources={})
-
-
-def test_a_run_is_evaluated_on_its_own_data(evaluate, own_run, saved, tmp_path, capfd, monkeypatch):
+@pytest.mark.nightly
+def test_a_run_is_evaluated_on_its_own_data(evaluate, saved, tmp_path, capfd, monkeypatch):
     """With its own text column, model and tokenizer, from any folder; arguments replace them."""
     monkeypatch.chdir(tmp_path)
-    own_loss = pytest.approx(read_metrics(own_run)[-1]["eval_loss"], rel=1e-6)
     facts = evaluate("own")
+    own_loss = pytest.approx(read_metrics(saved / "own")[-1]["eval_loss"], rel=1e-6)
     assert facts["loss"] == own_loss and facts["unknown"] == 0
     names = f"(model llama-tiny, tokenizer {saved}/own-letters)"
-    first_line = f"step 4 of {own_run} {names} on the evaluation part of {saved}/table.csv"
+    first_line = f"step 4 of {saved}/own {names} on the evaluation part of {saved}/table.csv"
     assert capfd.readouterr().out.splitlines()[0] == first_line
     assert (facts["dataset_name"], facts["text_column"]) == (f"{saved}/table.csv", "body")
 
@@ -312,13 +284,13 @@ def test_a_run_is_evaluated_on_its_own_data(evaluate, own_run, saved, tmp_path, 
     assert f"(model llama-tiny, tokenizer {letters})" in capfd.readouterr().out
     with pytest.raises(InputError, match="another model than gpt2-tiny"):
         evaluate("own", "-m", "gpt2-tiny")
-    with pytest.raises(AssertionError, match="python-stdlib"):
-        evaluate("own", plant=lambda script: (forget_the_sources(script), refuse_stdlib(script)))
 
 
-def test_tokens_that_are_not_those_of_the_run(evaluate, own_run, saved, capfd):
+@pytest.mark.nightly
+def test_tokens_that_are_not_those_of_the_run(evaluate, saved, capfd):
     """A run on conversations, of which this script reads the plain text, is one such run."""
-    shutil.copytree(own_run, saved / "changed")
+    provide(saved, "own")
+    shutil.copytree(saved / "own", saved / "changed")
     state = json.loads((saved / "changed/state.json").read_text())
     state["training"]["dataset_checksum"] = "of other tokens"
     (saved / "changed/state.json").write_text(json.dumps(state))
@@ -327,47 +299,6 @@ def test_tokens_that_are_not_those_of_the_run(evaluate, own_run, saved, capfd):
         first_line = capfd.readouterr().out.splitlines()[0]
         assert first_line.partition(f"of {saved}/table.csv")[2].startswith(said)
         assert ("questions and answers" in first_line) == bool(said)
-
-
-def refuse_stdlib(script) -> None:
-    """Reading the built-in corpus would take a while."""
-
-    def load(args: argparse.Namespace, *_: object) -> None:
-        raise AssertionError(args.dataset_name)
-
-    script.load_sequences = load
-
-
-def test_a_run_without_sources(evaluate, saved, capfd):
-    """The names were not recorded at first: it says which ones it assumes."""
-    shutil.copytree(saved / "gpt2", saved / "old")
-    state = json.loads((saved / "old/state.json").read_text())
-    del state["training"]["sources"]
-    (saved / "old/state.json").write_text(json.dumps(state))
-    asked = []
-
-    def read_the_corpus(script) -> None:
-        load = script.load_sequences
-
-        def load_corpus(args: argparse.Namespace, *rest: object) -> tuple:
-            asked.append((args.dataset_name, args.dataset_subset, args.text_column))
-            return load(argparse.Namespace(**{**vars(args), "dataset_name": corpus}), *rest)
-
-        script.load_sequences = load_corpus
-
-    corpus = str(saved / "corpus.json")
-    loss = evaluate("gpt2")["loss"]
-    capfd.readouterr()
-    assert evaluate("old", plant=read_the_corpus)["loss"] == loss
-    assert asked == [("python-stdlib", None, None)]
-    names = "model gpt2-tiny, tokenizer gpt2-tiny, assumed because the run does not name its own"
-    data = "python-stdlib, because it is unknown what the model was trained on"
-    first_line = f"step 4 of {saved}/old ({names}) on the evaluation part of {data}"
-    assert capfd.readouterr().out.splitlines()[0] == first_line
-    assert evaluate("old", "-m", "gpt2-tiny", "-d", corpus)["loss"] == loss
-    names = "(model gpt2-tiny, tokenizer gpt2-tiny)"
-    first_line = f"step 4 of {saved}/old {names} on the evaluation part of {corpus}"
-    assert capfd.readouterr().out.splitlines()[0] == first_line
 
 
 # --- what it measures ---
@@ -383,6 +314,7 @@ def save_letters(folder: Path, letters: str) -> Path:
     return folder
 
 
+@pytest.mark.nightly
 def test_unknown_tokens_are_counted(evaluate, saved):
     """They make a text look easy: what they stand for is never guessed."""
     model = ("llama-folder", "-s", 32)  # a folder's weights take any tokenizer that is small enough
@@ -393,6 +325,7 @@ def test_unknown_tokens_are_counted(evaluate, saved):
     assert evaluate(*model, "--tokenizer-name", folder)["unknown"] == expected > 10
 
 
+@pytest.mark.nightly
 def test_bits_per_byte_is_of_the_text(evaluate, saved):
     """A tokenizer of characters has other tokens and another loss, and the same bytes."""
     folder = save_letters(saved / "letters", "abcdefgh \n")
@@ -409,6 +342,7 @@ def test_bits_per_byte_is_of_the_text(evaluate, saved):
         assert each["perplexity"] == pytest.approx(math.exp(each["loss"]), rel=1e-9)
 
 
+@pytest.mark.nightly
 def test_a_model_that_knows_nothing(evaluate, saved):
     """All tokens are as likely: the loss is the logarithm of their number."""
     model = AutoModelForCausalLM.from_config(models.load_config("gpt2-tiny"))
@@ -421,6 +355,7 @@ def test_a_model_that_knows_nothing(evaluate, saved):
     assert facts["perplexity"] == pytest.approx(4096, rel=1e-5)
 
 
+@pytest.mark.nightly
 def test_parts_and_batches(evaluate, saved):
     found = {split: evaluate("gpt2", "--split", split) for split in ("train", "evaluation", "all")}
     for key in ("tokens", "scored_tokens", "bytes"):
@@ -433,22 +368,14 @@ def test_parts_and_batches(evaluate, saved):
         assert facts["loss"] == pytest.approx(found["evaluation"]["loss"], rel=1e-6)
 
 
+@pytest.mark.nightly
 def test_a_folder_is_its_run(evaluate):
     run, folder = evaluate("llama"), evaluate("llama-folder", "-s", 32)
     assert folder["loss"] == pytest.approx(run["loss"], rel=1e-6)
     assert evaluate("llama-folder")["seq_length"] == 128, "its positions"
 
 
-def test_another_text(evaluate, tmp_path, capfd):
-    (tmp_path / "own.txt").write_text("Stra\u00dfe, \u65e5\u672c\u8a9e. " * 40)
-    facts = evaluate("gpt2", "-d", tmp_path / "own.txt", "--split", "all", "-s", 16)
-    assert facts["bytes"] == len((tmp_path / "own.txt").read_bytes())
-    said = capfd.readouterr().out.splitlines()
-    assert said[0].endswith(f" tokenizer gpt2-tiny) on the all part of {tmp_path}/own.txt")
-    assert f"{facts['bytes']:,} bytes" in said[2]
-    assert f"{facts['bits_per_byte']:.3f} bits per byte" in said[3] and len(said) == 4
-
-
+@pytest.mark.nightly
 def test_bad_input(evaluate, saved, tmp_path, monkeypatch, capfd):
     def refuse(*args: object) -> str:
         monkeypatch.setattr(sys, "argv", ["evaluate.py", *map(str, args)])

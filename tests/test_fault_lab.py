@@ -8,14 +8,11 @@ import re
 import sys
 
 import pytest
-import torch
 from helpers import ROOT, read_metrics, run_script
 from runner import load_script
 
 LAB = "03-multi-node/fault_lab.py"
-TIMEOUT = 8  # seconds that a rank waits for the others
-START = 60  # seconds that a start may take, on a machine that has much else to do
-ENDED = r"torchrun exited with status (\d+) after (\d+) s"
+TIMEOUT = 30  # seconds that a rank waits for the others
 fault_lab = load_script(ROOT / LAB)
 shared = sys.modules["faults.lab"]
 
@@ -42,41 +39,24 @@ def lab(make_folder) -> Lab:
     return Lab(make_folder("fault-lab"))
 
 
-def ends(text: str) -> list[tuple[int, int]]:
-    """Return (status, seconds) of each run, in the order in which they are shown."""
-    return [(int(status), int(seconds)) for status, seconds in re.findall(ENDED, text)]
+def statuses(text: str) -> list[int]:
+    """Return the exit status of each run, in the order in which they are shown."""
+    return [int(status) for status in re.findall(r"torchrun exited with status (\d+) after", text)]
 
 
-def failed_ranks(text: str) -> dict[int, str]:
-    """Return the last line of each rank's part of torchrun's report, by rank."""
-    parts = re.split(r"^  rank +: (\d)", text, flags=re.MULTILINE)
-    return {
-        int(rank): re.search(r"traceback :(?:.*recent call last\):)?\s*(.*)", part)[1]
-        for rank, part in zip(parts[1::2], parts[2::2], strict=True)
-    }
-
-
-# The chapter's unchanged script is the fix of all of these, so one training is enough.
-SAME_SCRIPT = ("crash", "skipped-collective", "slow-rank")
-ORDER = ("seed", "set-epoch")
-
-
+@pytest.mark.ci
 def test_crash(lab):
     text = lab("crash")["crash"]
-    ((status, seconds),) = ends(text)
-    assert status == 1 and seconds < START
+    assert statuses(text) == [1]
     assert "rank 1: IndexError: index out of range in self" in text, "the error file"
-    assert failed_ranks(text)[1] == "IndexError: index out of range in self"
     assert re.search(r"rank 0: RuntimeError: .*(Connection (closed|reset) by peer)", text)
     assert "0| The other ranks are gone or out of reach (" in text
 
 
-@pytest.mark.ci
+@pytest.mark.nightly
 def test_skipped_collective(lab):
     text = lab("skipped-collective")["skipped-collective"]
-    (hangs, checked) = ends(text)
-    assert hangs[0] == checked[0] == 1
-    assert TIMEOUT < hangs[1] < START + TIMEOUT
+    assert statuses(text) == [1, 1]
     # Said once, by whichever rank is first: the one that has waited, or the one that it leaves.
     waited = (
         rf"Timed out waiting {TIMEOUT}000ms for recv operation to complete|Connection \w+ by peer"
@@ -93,36 +73,13 @@ def test_skipped_collective(lab):
     assert re.search(
         r"rank_1: number (\d+), gloo:all_reduce of \[\] Float, in main.*: not done", text
     )
-    # DETAIL does not wait for the timeout.
-    assert re.search(r"Rank 0 is running collective: .*OpType=ALLREDUCE, TensorShape=\[2\]", text)
-    assert "Detected mismatch between collectives on ranks" in text
-    # Each is right of itself, and says of the other what that one does not do.
-    own = re.findall(r"^(\d)\| .*ranks\. Rank \1 is running [^,]*, OpType=ALLREDUCE, ", text, re.M)
-    assert sorted(own) == ["0", "1"]
-    assert re.search(r"but Rank 1 is running collective: [^,]*OpType=ALLGATHER_COALESCED", text)
+    assert "Detected mismatch between collectives on ranks" in text, "DETAIL"
 
 
-@pytest.mark.ci
-def test_detail_checks_no_ddp_on_gloo(tmp_path):
-    """Why the lab gives DDP a group of its own: else torch ends with SIGSEGV, so the page says."""
-    if not torch.__version__.startswith("2.13."):
-        pytest.skip("said of torch 2.13 only")
-    script = tmp_path / "detail.py"
-    script.write_text(
-        "import torch, torch.distributed as dist\n"
-        "dist.init_process_group('gloo', init_method='tcp://127.0.0.1:0', rank=0, world_size=1)\n"
-        "torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(1, 1))\n"
-    )
-    assert run_script(script, TORCH_DISTRIBUTED_DEBUG="INFO").returncode == 0
-    assert run_script(script, TORCH_DISTRIBUTED_DEBUG="DETAIL").returncode == -11
-
-
-@pytest.mark.ci
+@pytest.mark.nightly
 def test_shapes(lab):
     text = lab("shapes")["shapes"]
-    aborts, wrong, hangs, checked = (status for status in ends(text))
-    assert [each[0] for each in (aborts, wrong, hangs, checked)] == [1, 1, 1, 1]
-    assert hangs[1] >= TIMEOUT > 0 and aborts[1] < START and checked[1] < START
+    assert statuses(text) == [1, 1, 1, 1]
     assert "op.preamble.length <= op.nbytes. 12 vs 4. Received data size doesn't match" in text
     assert re.search(r"exitcode +: -6 ", text), "SIGABRT"
     (total,) = re.findall(r"the sum, on rank 1: \[(.*)\]", text)
@@ -131,21 +88,20 @@ def test_shapes(lab):
     assert "Tensor shapes: 4vs 3" in text, "DETAIL"
 
 
-@pytest.mark.ci
+@pytest.mark.nightly
 def test_slow_rank(lab):
     text = lab("slow-rank")["slow-rank"]
-    assert ends(text)[0][0] == 0, "nothing fails"
+    assert statuses(text) == [0], "nothing fails"
     wait, total = map(int, re.search(r"longest wait is (\d+) of (\d+) ms", text).groups())
     assert 300 < wait < total
     assert re.search(r"step 14/14 .*waited up to \d+\.\d ms for rank 1 on ", text)
     assert set(re.search(r"slowest rank of each step is ([\d ]+)", text)[1].split()) == {"1"}
 
 
-@pytest.mark.ci
+@pytest.mark.nightly
 def test_uneven(lab):
     text = lab("uneven")["uneven"]
-    (hangs, named) = ends(text)
-    assert hangs[0] == named[0] == 1 and TIMEOUT < hangs[1] < START + TIMEOUT
+    assert statuses(text) == [1, 1]
     assert "rank 0: step 3 of 3" in text and "rank 1: step 3 of 4" in text
     assert "step 4 of 4" not in text and "the epoch is over\n" not in text.split("what you see")[1]
     assert f"Timed out waiting {TIMEOUT}000ms" in text
@@ -154,40 +110,27 @@ def test_uneven(lab):
     assert f"[Rank 0]: Ranks 1 failed to pass monitoredBarrier in {TIMEOUT}000 ms" in text
 
 
-def losses(text: str) -> dict[int, tuple[str, str]]:
-    """Return (loss of the correct run, loss of the faulty run) by step."""
-    return {int(n): (a, b) for n, a, b in re.findall(r"^step +(\d+)  (\S+)  (\S+)$", text, re.M)}
-
-
-@pytest.mark.ci
-def test_seed(lab):
-    """Nothing fails. The weights are rank 0's on all ranks; the samples are not all taken."""
-    text = lab(*ORDER)["seed"]
-    assert [status for status, _ in ends(text)] == [0]
-    taken = re.findall(r"epoch \d: (\d+) of (\d+) samples", text)
+@pytest.mark.nightly
+def test_wrong_order(lab):
+    """Nothing fails, and all ranks have rank 0's weights. Which samples are taken is wrong."""
+    texts = lab("seed", "set-epoch")
+    assert all(statuses(text) == [0] for text in texts.values())
+    taken = re.findall(r"epoch \d: (\d+) of (\d+) samples", texts["seed"])
     assert len(taken) == 2 and all(int(some) < 0.9 * int(every) for some, every in taken)
-    for sums in re.findall(r"sums of weights \{0: (\S+), 1: (\S+)\}", text):
+    for sums in re.findall(r"sums of weights \{0: (\S+), 1: (\S+)\}", texts["seed"]):
         assert sums[0] == sums[1]
-    assert all(right != wrong for right, wrong in losses(text).values()), "from the first step on"
-
-
-@pytest.mark.ci
-def test_set_epoch(lab):
-    """Nothing fails. The first epoch is right, the second repeats it."""
-    text = lab(*ORDER)["set-epoch"]
-    assert [status for status, _ in ends(text)] == [0]
-    first, second = re.findall(r"samples taken, first (\[.*?\])", text)
-    assert first == second
-    same = {step: right == wrong for step, (right, wrong) in losses(text).items()}
+    first, second = re.findall(r"samples taken, first (\[.*?\])", texts["set-epoch"])
+    assert first == second, "the second epoch repeats the first"
+    # The losses of the correct run and of the faulty run, which share the first epoch.
+    rows = re.findall(r"^step +(\d+)  (\S+)  (\S+)$", texts["set-epoch"], re.MULTILINE)
+    same = {int(step): right == wrong for step, right, wrong in rows}
     assert same == {1: True, 2: True, 11: True, 12: True, 13: False, 14: False}
 
 
-@pytest.mark.ci
+@pytest.mark.nightly
 def test_no_route(lab):
     text = lab("no-route")["no-route"]
-    (interface, nowhere) = ends(text)
-    assert interface[0] == nowhere[0] == 1
-    assert interface[1] < START and nowhere[1] < START + 2 * TIMEOUT
+    assert statuses(text) == [1, 1]
     assert "out of reach (ifa != nullptr. Unable to find address for: ib7)" in text
     assert "RendezvousConnectionError: The connection to the C10d store has failed" in text
     assert re.search(r"the interfaces of this machine.*\n.*\blo", text)
@@ -195,93 +138,50 @@ def test_no_route(lab):
     assert re.search(r"^(no answer within 2 s: |the connection )", text, re.MULTILINE)
 
 
-@pytest.mark.ci
+@pytest.mark.nightly
 def test_lost_node(lab):
     """The other node fails soon after the kill. Both start again and no step is lost."""
     text = lab("lost-node", fixed=True)["lost-node"]
-    killed, first, second = (status for status, _ in ends(text))
-    assert (killed, first, second) == (1, 0, 0)
+    assert statuses(text) == [1, 0, 0]
     assert "0| The other ranks are gone or out of reach (" in text
-    seconds, step = re.search(r"exited ([\d.]+) s after the kill, in step (\d+)", text).groups()
-    assert float(seconds) < 30, "the kernel has closed the connections"
+    step = re.search(r"exited [\d.]+ s after the kill, in step (\d+)", text)[1]
     resumed = int(re.search(r"resumed after step (\d+) of 60", text)[1])
     assert 8 <= resumed < int(step)
     (folder,) = lab.folder.glob("lost-node-*")
     assert [line["step"] for line in read_metrics(folder / "run")] == list(range(1, 61))
 
 
-@pytest.mark.ci
+@pytest.mark.nightly
 @pytest.mark.skipif(sys.platform != "linux", reason="only Linux keeps the limit")
-def test_out_of_memory(lab, train):
-    """Refused memory has a message, a kill has none. Smaller micro-batches: the same training."""
+def test_out_of_memory(lab):
+    """Refused memory has a message, a kill has none. Smaller micro-batches are the fix."""
     text = lab("out-of-memory")["out-of-memory"]
-    assert [status for status, _ in ends(text)] == [1, 1]
+    assert statuses(text) == [1, 1]
     refused, killed = text.split("what you see")[1:]
-    assert re.search(
-        r"you tried to allocate \d+ bytes.*Cannot allocate memory", failed_ranks(refused)[1]
-    )
-    assert failed_ranks(killed)[1].startswith("Signal 9 (SIGKILL) received by PID")
+    assert re.search(r"you tried to allocate \d+ bytes.*Cannot allocate memory", refused)
+    assert "Signal 9 (SIGKILL) received by PID" in killed
     assert re.search(r"exitcode +: -9 .*\n  error_file: <N/A>", killed)
     fixed = lab("out-of-memory", fixed=True)["out-of-memory"]
     assert "8 sequences x 2 devices x 12 micro-batches = 192 sequences" in fixed
-    args = ("-s", 128, "--global-batch-size", 192, "--max-steps", 2, "--log-freq", 1, "-b", 96)
-    alone = [line["loss"] for line in train(*args, "--warmup-steps", 4)]
-    found = [float(loss) for loss in re.findall(r"step \d/2 \| loss (\S+)", fixed)]
-    assert found == pytest.approx(alone, rel=1e-4)  # the log has 4 decimals
 
 
-# --- fixed ---
-
-
-@pytest.mark.ci
-@pytest.mark.parametrize("fault", SAME_SCRIPT)
-def test_the_unchanged_script_is_the_fix(lab, fault):
-    text = lab(*SAME_SCRIPT, fixed=True)[fault]
-    assert [status for status, _ in ends(text)] == [0] and "step 14/14 | loss" in text
-    if fault == "slow-rank":
-        assert int(re.search(r"longest wait is (\d+) of", text)[1]) < 300
-
-
-@pytest.mark.ci
-def test_fixed_order(lab):
-    texts = lab(*ORDER, fixed=True)
-    for text in texts.values():
-        taken = re.findall(r"epoch \d: (\d+) of (\d+) samples taken, first (\[.*?\])", text)
+@pytest.mark.nightly
+def test_the_corrected_versions(lab):
+    """For the first three the chapter's unchanged script, so one training is enough."""
+    faults = ("crash", "skipped-collective", "slow-rank", "no-route", "seed", "set-epoch")
+    texts = lab(*faults, "shapes", "uneven", fixed=True)
+    assert all(set(statuses(text)) == {0} for text in texts.values())
+    for fault in faults[:4]:
+        assert "step 14/14 | loss" in texts[fault]
+    for fault in ("seed", "set-epoch"):
+        taken = re.findall(r"epoch \d: (\d+) of (\d+) samples taken, first (\[.*?\])", texts[fault])
         assert len(taken) == 2 and all(some == every for some, every, _ in taken)
         assert taken[0][2] != taken[1][2]
-
-
-@pytest.mark.ci
-def test_fixed_shapes_and_uneven(lab):
-    texts = lab("shapes", "uneven", fixed=True)
     assert texts["shapes"].count("[2.0, 2.0, 2.0, 1.0]") == 2
-    assert [status for status, _ in ends(texts["shapes"])] == [0]
-    assert [status for status, _ in ends(texts["uneven"])] == [0, 0]
     assert texts["uneven"].count("| rank 1: the epoch is over") == 2
 
 
-@pytest.mark.ci
-def test_fixed_no_route(lab):
-    text = lab("no-route", fixed=True)["no-route"]
-    assert [status for status, _ in ends(text)] == [0] and "step 14/14 | loss" in text
-
-
 # --- the lab itself ---
-
-
-@pytest.mark.check
-def test_an_unfinished_line_of_metrics_is_not_read(tmp_path):
-    """A line is written at once, but a reader can see a part of it: a file grows by pages."""
-    metrics, read_in_lab = tmp_path / "run/metrics.jsonl", shared.read_metrics
-    assert read_in_lab(tmp_path) == []
-    metrics.parent.mkdir()
-    for text, steps in [('{"st', []), ('{"step": 1}\n{"step": 2', [1]), ('{"step": 1}\n', [1])]:
-        metrics.write_text(text)
-        for found in (read_in_lab(tmp_path), read_metrics(metrics.parent, going_on=True)):
-            assert [line["step"] for line in found] == steps
-        if not text.endswith("\n"):
-            with pytest.raises(ValueError, match=r"line 1 column"):
-                read_metrics(metrics.parent)  # as a run that has ended must not leave it
 
 
 PATCHES = [
@@ -308,35 +208,6 @@ def test_the_patches_fit_the_script(patch):
         shared.apply_patch(source + source, patch)
 
 
-@pytest.fixture
-def call(tmp_path, monkeypatch, capsys):
-    """Return a function that calls the lab in this process."""
-
-    def run(*words: object) -> tuple[int, str]:
-        argv = ["fault_lab.py", *words, "--output", tmp_path]
-        monkeypatch.setattr(sys, "argv", [str(word) for word in argv])
-        with pytest.raises(SystemExit) as end:
-            fault_lab.main()
-        return end.value.code, capsys.readouterr().out
-
-    return run
-
-
-@pytest.mark.ci
-def test_planted_fix_that_does_not_help_is_noticed(call, monkeypatch):
-    monkeypatch.setattr(fault_lab.shapes, "PADDED", "")
-    status, text = call("shapes", "--fixed", "--dist-timeout", 2)
-    assert status == 1 and "NOT AS EXPECTED: both ranks should have the complete sum" in text
-
-
-@pytest.mark.ci
-def test_planted_fault_that_does_not_happen_is_noticed(call, monkeypatch):
-    """The training reaches its end."""
-    monkeypatch.setattr(fault_lab.crash, "CRASH", " import sys\n+import json\n")
-    status, text = call("crash")
-    assert status == 1 and "NOT AS EXPECTED: torchrun should exit with status 1" in text
-
-
 def test_list_has_every_fault():
     done = run_script(LAB, "list")
     assert done.returncode == 0
@@ -346,7 +217,6 @@ def test_list_has_every_fault():
         assert f"fault_lab.py {fault}\n" in page, "the page has a section on each"
 
 
-@pytest.mark.ci
 def test_bad_input(tmp_path):
     done = run_script(LAB, "flood")
     assert done.returncode == 2
@@ -355,12 +225,3 @@ def test_bad_input(tmp_path):
     done = run_script(LAB, "crash", "--output", tmp_path / "file")
     assert done.returncode == 2 and "Cannot write to" in done.stderr
     assert (tmp_path / "file").read_text() == "mine"
-
-
-@pytest.mark.ci
-def test_nothing_is_overwritten(call, tmp_path):
-    (tmp_path / "shapes-1").mkdir()
-    (tmp_path / "shapes-1/mine").write_text("mine")
-    assert call("shapes", "--fixed", "--dist-timeout", 20)[0] == 0
-    assert [path.name for path in (tmp_path / "shapes-1").iterdir()] == ["mine"]
-    assert (tmp_path / "shapes-2/shapes.py").exists()

@@ -12,16 +12,16 @@ import pytest
 import torch
 import torch.distributed.fsdp as fsdp
 import torch.utils.checkpoint
-from helpers import CHAPTERS, ROOT, first_then_nightly, plant
+from helpers import CHAPTERS, ROOT, first_then_nightly, plant, register, write_narrow
 from runner import Ranks
 from torch.distributed.fsdp import FSDPModule
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader
-from transformers import GPT2LMHeadModel
+from transformers import AutoModelForCausalLM, GPT2LMHeadModel
 
 from common import distributed
 from common.data import load_sequences
-from common.models import load_tokenizer
+from common.models import load_config, load_tokenizer
 
 LENGTH, GLOBAL_BATCH, MICRO_BATCH = 16, 6, 2
 PEAK, WARM_UP = 0.02, 4
@@ -97,14 +97,6 @@ class Seen:
         )
 
 
-def small_model(folder: Path, layers: int) -> Path:
-    config = json.loads((ROOT / "common/presets/gpt2-tiny/config.json").read_text())
-    (folder / "model").mkdir()
-    config |= {"n_embd": 32, "n_layer": layers}
-    (folder / "model/config.json").write_text(json.dumps(config))
-    return folder / "model"
-
-
 def be_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Be one process that no launcher has started, and let no script change that for others."""
     for name, value in distributed.SINGLE_PROCESS.items():
@@ -117,7 +109,8 @@ def check(train, tmp_path, monkeypatch) -> Callable[[Path | str], None]:
     letters = random.Random(0)
     rows = [{"text": "no", "body": "".join(letters.choices("abc \n", k=20))} for _ in range(60)]
     (tmp_path / "table.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    inputs = ["-d", tmp_path / "table.jsonl", "-m", small_model(tmp_path, layers=1), *VALUES]
+    model = write_narrow(tmp_path / "model", "gpt2-tiny", n_layer=1)
+    inputs = ["-d", tmp_path / "table.jsonl", "-m", model, *VALUES]
     be_alone(monkeypatch)
 
     def run_and_compare(chapter: Path | str) -> None:
@@ -192,7 +185,11 @@ def compare(seen: Seen, metrics: list[dict], blocks: torch.Tensor) -> None:
     assert tokens == {GLOBAL_BATCH * LENGTH}, f"the tokens of a step are {tokens}"
 
 
-@pytest.mark.parametrize("chapter", CHAPTERS)
+QUICK = ("02-ddp", "05-mixed-precision")
+OTHERS = [pytest.param(c, marks=pytest.mark.nightly) for c in CHAPTERS if c not in QUICK]
+
+
+@pytest.mark.parametrize("chapter", [*QUICK, *OTHERS])
 def test_every_flag_is_heard(chapter, check):
     check(chapter)
 
@@ -232,6 +229,12 @@ BUGS = {
 }
 
 
+for right, wrong, _ in BUGS.values():
+    register(CHAPTERS[0], [(right, wrong)])
+TIMEOUT_BUG = ("seconds=args.dist_timeout", "seconds=600")
+register(CHAPTERS[1], [TIMEOUT_BUG])
+
+
 @pytest.mark.parametrize("bug", BUGS)
 def test_planted_flag_that_is_not_heard(bug, check, tmp_path):
     right, wrong, complaint = BUGS[bug]
@@ -241,9 +244,8 @@ def test_planted_flag_that_is_not_heard(bug, check, tmp_path):
 
 
 def test_planted_timeout_that_is_not_heard(check, tmp_path):
-    replaced = ("seconds=args.dist_timeout", "seconds=600")
     with pytest.raises(AssertionError, match=r"^the timeout"):
-        check(plant(CHAPTERS[1], tmp_path / "chapter", [replaced]))
+        check(plant(CHAPTERS[1], tmp_path / "chapter", [TIMEOUT_BUG]))
 
 
 # --- flags of sharding ---
@@ -259,7 +261,7 @@ SHARDING_VALUES = [
 @pytest.fixture
 def check_sharding(train, corpus, tmp_path, monkeypatch) -> Callable[[Path | str], None]:
     """Return a function that trains with a sharding script and compares what it asks FSDP for."""
-    model = small_model(tmp_path, layers=3)
+    model = write_narrow(tmp_path / "model", "gpt2-tiny", n_layer=3)
     be_alone(monkeypatch)
     seen: dict[str, list] = {name: [] for name in ("shard", "sync", "recomputed")}
     originals = {
@@ -301,7 +303,7 @@ def check_sharding(train, corpus, tmp_path, monkeypatch) -> Callable[[Path | str
     return run_and_compare
 
 
-@pytest.mark.parametrize("chapter", SHARDED)
+@pytest.mark.parametrize("chapter", first_then_nightly(reversed(SHARDED)))
 def test_every_flag_of_sharding_is_heard(chapter, check_sharding):
     check_sharding(chapter)
 
@@ -317,6 +319,10 @@ SHARDING_BUGS = {
     "reduce": ("last_backward or args.reduce_every_backward", "last_backward", "the gradients are"),
     "recompute": ('args.activation_checkpointing != "none"', "False", "not each block"),
 }
+
+
+for right, wrong, _ in SHARDING_BUGS.values():
+    register(SHARDED[-1], [(right, wrong)])
 
 
 @pytest.mark.parametrize("bug", SHARDING_BUGS)
@@ -349,18 +355,14 @@ def note_moments() -> None:
     register_optimizer_step_post_hook(note)
 
 
-def moments_of_ranks(chapter: str, corpus: Path, tmp_path: Path, *args: object) -> list[int]:
-    few = ("-s", 16, "--global-batch-size", 6, "--max-steps", 1)
-    arguments = ["-d", corpus, "--save-dir", tmp_path, "-e", f"run{len(args)}", *few, *args]
-    options = {"chapter": chapter, "plant": note_moments, "env": {"NOTES": tmp_path}}
-    assert Ranks(2, arguments, **options).finish() == [0, 0]
-    return [int((tmp_path / str(rank)).read_text()) for rank in range(2)]
-
-
 @pytest.mark.parametrize("chapter", first_then_nightly(WITH_ZERO1))
 def test_each_rank_has_its_share_of_the_moments(chapter, corpus, tmp_path):
-    moments = moments_of_ranks(chapter, corpus, tmp_path, "--zero1")
+    """Two moments of each weight: both ranks together have them once, and each has about half."""
+    args = ("-d", corpus, "-s", 16, "--global-batch-size", 6, "--max-steps", 1, "--zero1")
+    args += ("--save-dir", tmp_path, "-e", "run")
+    options = {"chapter": chapter, "plant": note_moments, "env": {"NOTES": tmp_path}}
+    assert Ranks(2, args, **options).finish() == [0, 0]
+    moments = [int((tmp_path / str(rank)).read_text()) for rank in range(2)]
+    weights = AutoModelForCausalLM.from_config(load_config("gpt2-tiny")).num_parameters()
+    assert sum(moments) == pytest.approx(2 * weights, rel=0.01)
     assert max(moments) < 0.6 * sum(moments)
-    if chapter == WITH_ZERO1[0]:  # without the flag, every rank has all of them
-        whole = moments_of_ranks(chapter, corpus, tmp_path)
-        assert whole == [pytest.approx(sum(moments), rel=0.01)] * 2

@@ -1,10 +1,9 @@
 """Chapter 4: the training of chapter 1 with every option, what each does, and its checkpoints."""
 
 import contextlib
-import datetime
+import functools
 import importlib
 import json
-import os
 from collections import Counter
 from collections.abc import Callable, Iterator
 from itertools import combinations
@@ -12,41 +11,29 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 from helpers import (
+    FSDP_OPTIONS,
     Ladder,
     Run,
     assert_chapter_1,
     assert_noticed,
     first_then_nightly,
+    plant,
     planted,
+    register,
     selected_runs,
     without_kernels,
 )
-from runner import ask_ranks
-from test_parity import BUGS
-from torch.distributed.fsdp import fully_shard
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 from common import models
 from common.cli import InputError
+from common.distributed import SINGLE_PROCESS
 
 CHAPTER = "04-fsdp"
-SELECTIVE = ("--activation-checkpointing", "selective")
-FULL = ("--activation-checkpointing", "full")
-OPTIONS = {
-    "whole": ("--no-reshard-after-forward",),
-    "selective": SELECTIVE,
-    "full": FULL,
-    "offload": ("--cpu-offload",),
-    "reduce": ("--reduce-every-backward", "-b", 4),
-    "async": ("--async-checkpoint",),
-    "accumulated": ("-b", 2),
-    "zero1": ("--zero1",),
-    "compile": ("--compile",),
-}
+SELECTIVE, FULL = FSDP_OPTIONS["selective"], FSDP_OPTIONS["full"]
 # Together these cover every pair of options that can be given together.
 TOGETHER = [
     ("whole", "selective", "offload", "reduce", "async", "compile"),
@@ -59,32 +46,29 @@ ALONE = ("zero1",)  # changes nothing that another option does
 
 
 def options(*names: str) -> tuple[object, ...]:
-    return tuple(word for name in names for word in OPTIONS[name])
+    return tuple(word for name in names for word in FSDP_OPTIONS[name])
 
 
-def runs_with_options() -> list[object]:
-    """Return the runs on 2 ranks of options alone and together."""
-    alone = [(name,) for name in ("whole", "offload", "selective", "full", "reduce", *ALONE)]
-    cases = [((), names) for names in [*alone, *TOGETHER]]
-    # --compile does the same to both models.
-    cases += [(("-m", "llama-tiny"), names[:-1]) for names in TOGETHER[:2]]
-    return [
-        pytest.param(
-            Run(
-                *(CHAPTER, 2, (*model, *options(*names))),
-                note=without_kernels if "compile" in names else None,
-            ),
-            marks=[] if names in alone[:2] else [pytest.mark.ci],
-            id="+".join([*model[1:], *names]),
+def runs_with_options() -> Iterator[object]:
+    """Each option alone and together, on 2 ranks. `make ci` runs those that cover every pair."""
+    alone = [(name,) for name in ("offload", "whole", "selective", "full", "reduce", *ALONE)]
+    for names in [*TOGETHER, *alone]:
+        compiles = "compile" in names
+        tier = [pytest.mark.ci if names in TOGETHER else pytest.mark.nightly]
+        yield pytest.param(
+            Run(CHAPTER, 2, options(*names), note=without_kernels if compiles else None),
+            marks=[] if names == alone[0] else tier,
+            id="+".join(names),
         )
-        for model, names in cases
-    ]
+        if compiles:  # --compile does the same to both models
+            llama = Run(CHAPTER, 2, ("-m", "llama-narrow", *options(*names[:-1])))
+            yield pytest.param(llama, marks=pytest.mark.nightly, id="+".join(["llama", *names]))
 
 
 @pytest.mark.check
 def test_every_pair_of_options_is_in_a_run():
     covered = {pair for names in TOGETHER for pair in map(frozenset, combinations(names, 2))}
-    pairs = set(map(frozenset, combinations(OPTIONS.keys() - set(ALONE), 2)))
+    pairs = set(map(frozenset, combinations(FSDP_OPTIONS.keys() - set(ALONE), 2)))
     assert pairs - covered == set(map(frozenset, EXCLUDE_EACH_OTHER))
 
 
@@ -107,10 +91,10 @@ def test_find_layers_knows_the_layers_by_no_split_modules(preset, layer):
 
 @pytest.fixture(scope="module")
 def ladder(request, make_folder) -> Ladder:
-    return Ladder(make_folder("ladder"), selected_runs(request))
+    return Ladder(make_folder("ladder"), selected_runs(request), model="gpt2-narrow")
 
 
-@pytest.mark.parametrize("run", runs_with_options())
+@pytest.mark.parametrize("run", list(runs_with_options()))
 def test_same_training_with_every_option(ladder, run):
     assert_chapter_1(ladder, run)
 
@@ -123,12 +107,8 @@ LOCAL_CLIP = (
 )
 SYNC = "model.set_requires_gradient_sync(last_backward or args.reduce_every_backward)"
 LOAD = "set_model_state_dict(model, weights, options=broadcast)"
-SHARED = (
-    *("loss not divided", "no set_epoch", "a rank skips one batch", "loss of one rank"),
-    *("all ranks take the same samples", "evaluation of one rank", "every rank evaluates the same"),
-)
 # By name: the first check that must be red, what is replaced in the script, further arguments.
-FSDP_BUGS = {
+BUGS = {
     "a block's gradients never averaged": (
         "loss",
         [(SYNC, f"{SYNC}\n            layers[0].set_requires_gradient_sync(False)")],
@@ -154,18 +134,17 @@ FSDP_BUGS = {
     "rotary tables left out": (  # what the memory holds then may be no number, and the run stops
         "loss|run",
         [("            model._init_weights(module)", "            pass")],
-        *("-m", "llama-tiny"),
+        *("-m", "llama-narrow"),
     ),
 }
 
 
-@pytest.mark.parametrize(("red", "run"), planted(CHAPTER, 2, FSDP_BUGS))
+for _, replaced, *_ in BUGS.values():
+    register(CHAPTER, replaced)
+
+
+@pytest.mark.parametrize(("red", "run"), planted(CHAPTER, 2, BUGS))
 def test_planted_bug_is_noticed(ladder, red, run):
-    assert_noticed(ladder, red, run)
-
-
-@pytest.mark.parametrize(("red", "run"), planted(CHAPTER, 2, {n: BUGS[n] for n in SHARED}))
-def test_planted_bug_of_chapter_2_is_noticed(ladder, red, run):
     assert_noticed(ladder, red, run)
 
 
@@ -229,22 +208,24 @@ def note_calls(path: str) -> Iterator[None]:
 
 
 def noted(*args: object, world_size: int = 2, replaced=()) -> Run:
-    """A run of 6 steps, without an evaluation before its end."""
-    few = ("--max-steps", 6, "--eval-freq", 99)
+    """A run of 4 steps, without an evaluation before its end."""
+    few = ("--max-steps", 4, "--eval-freq", 99)
+    if replaced:
+        register(CHAPTER, replaced)
     return Run(CHAPTER, world_size, (*few, *args), tuple(replaced), note_calls)
 
 
 def calls(ladder: Ladder, run: Run, rank: int = 1) -> dict:
-    """Return what a rank called in the fourth step; the first ones allocate and warm up."""
+    """Return what a rank called in the last step; the first ones allocate and warm up."""
     ladder.run(run)
-    return json.loads(Path(ladder.notes(run)[rank]).read_text().splitlines()[3])
+    return json.loads(Path(ladder.notes(run)[rank]).read_text().splitlines()[-1])
 
 
 def named(cases: list[tuple], *quick: str) -> list[object]:
-    """Return the parameters of cases that begin with their names; all but `quick` are slow."""
-    marks = {name: [] if name in quick else [pytest.mark.ci] for name, *_ in cases}
-    marks |= {name: pytest.mark.nightly for name in marks if name.startswith("bug: ")}
-    return [pytest.param(*values, marks=marks[name], id=name) for name, *values in cases]
+    """Return the parameters of cases that begin with their names; bugs are for the nightly tier."""
+    tiers = {name: [] if name in quick else [pytest.mark.ci] for name, *_ in cases}
+    tiers |= {name: pytest.mark.nightly for name in tiers if name.startswith("bug: ")}
+    return [pytest.param(*values, marks=tiers[name], id=name) for name, *values in cases]
 
 
 REDUCTIONS = [
@@ -255,7 +236,7 @@ REDUCTIONS = [
 ]
 
 
-@pytest.mark.parametrize(("count", "run"), named(REDUCTIONS, "at once", "accumulated"))
+@pytest.mark.parametrize(("count", "run"), named(REDUCTIONS, "accumulated"))
 def test_gradients_are_reduced_once_per_step(ladder, count, run):
     """Of two blocks and the rest, in the last of three backward passes or in each of them.
 
@@ -267,20 +248,20 @@ def test_gradients_are_reduced_once_per_step(ladder, count, run):
 RESHARD = "reshard_after_forward=args.reshard_after_forward"
 GATHERS = [
     ("twice", 5, noted("-b", 24)),
-    ("once", 3, noted("-b", 24, *OPTIONS["whole"])),
+    ("once", 3, noted("-b", 24, *FSDP_OPTIONS["whole"])),
     ("bug: always", 3, noted("-b", 24, replaced=[(RESHARD, "reshard_after_forward=False")])),
-    ("bug: never", 5, noted("-b", 24, *OPTIONS["whole"], replaced=[(RESHARD, "**{}")])),
+    ("bug: never", 5, noted("-b", 24, *FSDP_OPTIONS["whole"], replaced=[(RESHARD, "**{}")])),
 ]
 
 
-@pytest.mark.parametrize(("count", "run"), named(GATHERS, "twice", "once"))
+@pytest.mark.parametrize(("count", "run"), named(GATHERS, "twice"))
 def test_blocks_are_gathered_twice_per_step_or_once(ladder, count, run):
     """Each of two blocks; the rest stays between the forward and the backward pass either way."""
     assert calls(ladder, run)["foreach_all_gather"] == count
 
 
 ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
-LLAMA = ("-m", "llama-tiny")
+LLAMA = ("-m", "llama-narrow")
 NO_PRODUCTS = ("models.SAVED_OPS", "models.SAVED_OPS[:-3]")
 NOT_WRAPPED = (
     "layer.forward = partial(recompute, layer.forward,",
@@ -291,8 +272,6 @@ RECOMPUTED = [
     ("none", {"addmm": 8, "gelu": 2, ATTENTION: 2}, noted("-b", 24)),
     ("full", {"addmm": 14, "gelu": 4, ATTENTION: 4}, noted("-b", 24, *FULL)),
     ("selective", {"addmm": 8, "gelu": 4, ATTENTION: 2}, noted("-b", 24, *SELECTIVE)),
-    ("llama: none", {"mm": 45, "silu": 2, ATTENTION: 2}, noted("-b", 24, *LLAMA)),
-    ("llama: full", {"mm": 57, "silu": 4, ATTENTION: 4}, noted("-b", 24, *LLAMA, *FULL)),
     ("llama: selective", {"mm": 45, "silu": 4, ATTENTION: 2}, noted("-b", 24, *LLAMA, *SELECTIVE)),
     (
         "bug: products not kept",
@@ -307,7 +286,7 @@ RECOMPUTED = [
 ]
 
 
-@pytest.mark.parametrize(("counts", "run"), named(RECOMPUTED, "none", "full", "selective"))
+@pytest.mark.parametrize(("counts", "run"), named(RECOMPUTED, "selective"))
 def test_activations_are_recomputed(ladder, counts, run):
     """Products (8 forward), activations and attention of a step; bugs show in these alone."""
     found = calls(ladder, run)
@@ -345,48 +324,57 @@ WHOLE = [
 ]
 
 
-@pytest.mark.nightly
-@pytest.mark.parametrize(("red", "run"), named(WHOLE, "replicated", "built by all"))
-def test_a_rank_that_holds_more_is_noticed(ladder, red, run):
+@pytest.mark.parametrize(("red", "run"), named(WHOLE))
+def test_planted_rank_that_holds_more_is_noticed(ladder, red, run):
     with pytest.raises(AssertionError, match=f"^{red}"):
         assert_sharded(ladder, run)
 
 
-def sample_on_a_rank(rank: int, folder: str, synced: bool, queue) -> None:
-    """Sample 8 tokens with a sharded model; each token of rank 0 ends the text."""
-    store = f"file://{folder}/store"
-    timeout = datetime.timedelta(seconds=20)
-    dist.init_process_group("gloo", store, timeout=timeout, world_size=2, rank=rank)
-    model = AutoModelForCausalLM.from_config(models.load_config("gpt2-tiny"))
-    for layer in models.find_layers(model):
-        fully_shard(layer)
-    fully_shard(model)
-    calls = []
-    model.register_forward_pre_hook(lambda *_: calls.append(1))
-    if rank == 0:
-        model.generation_config.eos_token_id = list(range(4096))
-    if not synced:
-        generate = model.generate
-        model.generate = lambda *args, **options: generate(
-            *args, **options | {"synced_gpus": False}
-        )
-    try:
-        tokenizer = models.load_tokenizer("gpt2-tiny")
-        models.sample_text(model, tokenizer, torch.device("cpu"), "", 9, seed=0)
-        dist.barrier()
-        queue.put((rank, len(calls)))
-    except RuntimeError as error:
-        queue.put((rank, str(error)))
-    queue.close()
-    queue.join_thread()
-    os._exit(0)
+# --- what --compile compiles ---
+
+# Compiled with the hooks that gather its weights, a block that recomputes is left as it was.
+WITH_HOOKS = (
+    "            layer.forward = torch.compile(layer.forward)",
+    "            layer.compile()",
+)
+EAGER_LOSS = ("        model.loss_function = torch.compile(model.loss_function)", "        pass")
+register(CHAPTER, [WITH_HOOKS, EAGER_LOSS])
 
 
-def test_a_rank_whose_sample_is_complete_gathers_weights_for_the_others(tmp_path):
-    assert ask_ranks(2, sample_on_a_rank, str(tmp_path), True) == [8, 8]
+@pytest.fixture
+def count_graphs(train, monkeypatch) -> Callable[[str, str], int]:
+    """Return a function that runs one step, and returns how many graphs it was compiled to.
+
+    Sequences alike are one graph in training and one in evaluation, and so is the loss.
+    """
+    for name, value in SINGLE_PROCESS.items():
+        monkeypatch.setenv(name, value)
+    # Graphs are counted; to make kernels of them takes a minute.
+    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
+
+    def count(chapter: str, mode: str) -> int:
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        args = ("--max-steps", 1, "-s", 32, "--global-batch-size", 2, "--eval-freq", 9)
+        args += ("--compile", "--activation-checkpointing", mode)
+        # To its last batch, which is one sequence short before it is padded.
+        train(*args, "--eval-sequences", 9, chapter=chapter, whole=True)
+        return torch._dynamo.utils.counters["stats"]["unique_graphs"]
+
+    return count
 
 
 @pytest.mark.ci
-def test_planted_ranks_that_stop_sampling_alone_are_noticed(tmp_path):
-    answers = ask_ranks(2, sample_on_a_rank, str(tmp_path), False)
-    assert any(isinstance(answer, str) for answer in answers), answers
+@pytest.mark.parametrize("mode", first_then_nightly(["full", "selective", "none"]))
+def test_blocks_and_the_loss_are_compiled(count_graphs, mode):
+    assert count_graphs(CHAPTER, mode) == 4
+
+
+@pytest.mark.parametrize(
+    "replaced",
+    [[WITH_HOOKS], [EAGER_LOSS], [WITH_HOOKS, EAGER_LOSS]],
+    ids=["hooks", "loss", "both"],
+)
+def test_planted_what_is_not_compiled_is_noticed(count_graphs, tmp_path, replaced):
+    chapter = plant(CHAPTER, tmp_path / "chapter", replaced)
+    assert count_graphs(str(chapter), "full") == 4 - 2 * len(replaced)

@@ -3,17 +3,20 @@
 import importlib.util
 import json
 import os
+import shutil
 import signal
 import socket
 import statistics
 import subprocess
 import time
+from collections.abc import Iterator
 from itertools import product
 
 import pytest
 import torch
 from helpers import (
     CHAPTERS,
+    FSDP_OPTIONS,
     ROOT,
     STEPS,
     TORCHRUN,
@@ -25,14 +28,12 @@ from helpers import (
     full,
     plant,
     read_metrics,
+    register,
     run_script,
     selected_runs,
     tensors,
 )
 from runner import Series
-from test_async_checkpoint import not_copied
-from test_fsdp import OPTIONS
-from torch.distributed._state_dict_utils import _copy_state_dict, _create_cpu_state_dict
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves, tree_map
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -43,6 +44,24 @@ from common.models import causal_attention
 from precision import FP8_CAPABILITY
 
 SCRIPT = "01-single-gpu/train_llm.py"
+FEW = ("--max-steps", 20, "--log-freq", 1, "--eval-freq", 10, "--eval-sequences", 64)
+
+
+def train_in_shell(tmp_path, name: str, *command: object, **env: object) -> list[dict]:
+    """Run 20 steps of a script, or of torchrun; return what they logged."""
+    done = run_script(*command, *FEW, "--save-dir", tmp_path, "-e", name, **env)
+    assert done.returncode == 0, done.stderr
+    return read_metrics(tmp_path / name)
+
+
+def column(metrics: list[dict], key: str) -> list[float]:
+    return [line[key] for line in metrics if key in line]
+
+
+def assert_close(expected: list[dict], found: list[dict], loss: float, norm: float) -> None:
+    """Compare each loss, evaluated loss and norm of the gradients; the bounds are relative."""
+    for key, rel in (("loss", loss), ("eval_loss", loss), ("grad_norm", norm)):
+        assert column(found, key) == pytest.approx(column(expected, key), rel=rel), key
 
 
 @pytest.mark.gpu
@@ -56,19 +75,13 @@ SCRIPT = "01-single-gpu/train_llm.py"
     ids=["defaults", "llama-tiny", "gpt2-124m"],
 )
 def test_first_20_losses_agree_with_the_cpu(tmp_path, args):
-    losses = {}
-    for device, visible in (("gpu", "0"), ("cpu", "")):
-        done = run_script(
-            *(SCRIPT, *args, "--save-dir", tmp_path, "-e", device),
-            *("--max-steps", 20, "--log-freq", 1, "--eval-freq", 100),
-            CUDA_VISIBLE_DEVICES=visible,
-        )
-        assert done.returncode == 0, done.stderr
-        metrics = read_metrics(tmp_path / device)
-        assert (metrics[0]["mfu"] is None) == (device == "cpu")
-        losses[device] = [line["loss"] for line in metrics]
-    assert losses["gpu"] == pytest.approx(losses["cpu"], rel=1e-3)
-    assert losses["gpu"][-1] < losses["gpu"][0] - 0.5
+    gpu, cpu = (
+        train_in_shell(tmp_path, name, SCRIPT, *args, CUDA_VISIBLE_DEVICES=visible)
+        for name, visible in (("gpu", "0"), ("cpu", ""))
+    )
+    assert gpu[0]["mfu"] is not None and cpu[0]["mfu"] is None
+    assert column(gpu, "loss") == pytest.approx(column(cpu, "loss"), rel=1e-3)
+    assert gpu[-1]["loss"] < gpu[0]["loss"] - 0.5
 
 
 @pytest.mark.gpu
@@ -112,27 +125,17 @@ def test_the_check_for_waiting_catches_an_item_call(train, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_compiled_model_resumes_on_a_gpu(train, tmp_path, dtype):
-    common = (
-        "--max-steps",
-        12,
-        "--log-freq",
-        1,
-        "--ckpt-freq",
-        6,
-        "--param-dtype",
-        dtype,
-        "--compile",
-    )
+    common = ("--max-steps", 12, "--log-freq", 1, "--ckpt-freq", 6, "--param-dtype", dtype)
+    common += ("--compile",)
     straight = train(*common, name="straight")
     train(*common, name="resumed")
     # Back to the checkpoint of step 6: without the newer one the run goes on from there.
-    newest = tmp_path / "resumed/checkpoints/step-00000012"
-    newest.rename(tmp_path / "newest")
+    shutil.rmtree(tmp_path / "resumed/checkpoints/step-00000012")
     resumed = train(*common, name="resumed")
-    assert [line["step"] for line in resumed] == list(range(1, 13))
+    assert column(resumed, "step") == list(range(1, 13))
     rel = 1e-5 if dtype == "float32" else 1e-2
     for key in ("loss", "lr"):
-        assert [m[key] for m in resumed] == pytest.approx([m[key] for m in straight], rel=rel)
+        assert column(resumed, key) == pytest.approx(column(straight, key), rel=rel)
 
 
 def to_host(value: object) -> object:
@@ -186,56 +189,22 @@ def test_asynchronous_checkpoints_are_of_their_step(train, tmp_path, monkeypatch
     check_asynchronous_checkpoints(train, monkeypatch, tmp_path, late)
 
 
-def copied_without_waiting(self, content: dict) -> dict:
-    # The state comes first: its tensor has no dimension, so its copy is not pinned and waits.
-    tensors = {name: content[name] for name in ("state", "model", "optimizer")}
-    if self._stager.state_dict_cache is None:  # pinning memory waits for the GPU
-        self._stager.state_dict_cache = _create_cpu_state_dict(tensors, pin_memory=True)
-    copies = self._stager.state_dict_cache
-    return {**content, **_copy_state_dict(tensors, copies, non_blocking=True)}
-
-
-PLANTED_COPIES = {"writing": not_copied, "copying": copied_without_waiting}
+def not_copied(_: asynchronous.AsyncCheckpoints, content: dict) -> dict:
+    return tree_map(lambda value: value, content)
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("late", PLANTED_COPIES)
-def test_planted_tensors_that_nobody_waited_for_are_noticed(train, tmp_path, monkeypatch, late):
-    """Not copied at all, or read by the thread while the GPU still copies."""
-    monkeypatch.setattr(asynchronous.AsyncCheckpoints, "_copy", PLANTED_COPIES[late])
+def test_planted_tensors_that_are_not_copied_are_noticed(train, tmp_path, monkeypatch):
+    monkeypatch.setattr(asynchronous.AsyncCheckpoints, "_copy", not_copied)
     with pytest.raises(AssertionError, match=r"\.(model|optimizer)\."):
-        check_asynchronous_checkpoints(train, monkeypatch, tmp_path, late)
-
-
-def losses_of(tmp_path, name: str, *command: object) -> list[dict]:
-    args = ("--max-steps", 20, "--log-freq", 1, "--eval-freq", 10)
-    done = run_script(*command, "--save-dir", tmp_path, "-e", name, *args)
-    assert done.returncode == 0, done.stderr
-    return read_metrics(tmp_path / name)
-
-
-@pytest.mark.multi_gpu
-@pytest.mark.parametrize("model", ["gpt2-tiny", "llama-tiny"])
-@pytest.mark.parametrize("options", [(), ("-b", 2), ("--zero1",), ("--compile",)], ids=str)
-def test_same_training_on_all_gpus(tmp_path, model, options):
-    """As on the CPU, but NCCL sums in another order and TF32 has 3 digits."""
-    world_size = min(4, torch.cuda.device_count())
-    args = ("-m", model, *options)
-    alone = losses_of(tmp_path, "alone", SCRIPT, "-m", model)
-    ranks = losses_of(tmp_path, "ranks", *TORCHRUN, world_size, "02-ddp/train_llm.py", *args)
-    for key, rel in (("loss", 1e-3), ("eval_loss", 1e-3), ("grad_norm", 5e-2)):
-        assert [line[key] for line in ranks if key in line] == pytest.approx(
-            [line[key] for line in alone if key in line], rel=rel
-        )
+        check_asynchronous_checkpoints(train, monkeypatch, tmp_path, "writing")
 
 
 @pytest.mark.gpu
 def test_one_rank_is_chapter_1(tmp_path):
-    alone = losses_of(tmp_path, "alone", SCRIPT)
-    rank = losses_of(tmp_path, "rank", *TORCHRUN, 1, "02-ddp/train_llm.py")
-    assert [line["loss"] for line in rank] == pytest.approx(
-        [line["loss"] for line in alone], rel=1e-5
-    )
+    alone = train_in_shell(tmp_path, "alone", SCRIPT)
+    rank = train_in_shell(tmp_path, "rank", *TORCHRUN, 1, "02-ddp/train_llm.py")
+    assert column(rank, "loss") == pytest.approx(column(alone, "loss"), rel=1e-5)
 
 
 @pytest.mark.gpu
@@ -272,23 +241,17 @@ def test_more_processes_than_gpus_end_in_a_sentence(tmp_path):
 @pytest.mark.multi_gpu
 def test_resumes_on_gpus_from_the_cpu_s_checkpoint_and_back(tmp_path):
     """The moments of ZeRO-1 too: saved on GPUs, loaded by one process without."""
-    args = ("--max-steps", 20, "--log-freq", 1, "--ckpt-freq", 10, "--save-dir", tmp_path)
-    straight = losses_of(tmp_path, "straight", SCRIPT)
-    done = run_script(*TORCHRUN, 2, "02-ddp/train_llm.py", *args, "-e", "moved", "--zero1")
-    assert done.returncode == 0, done.stderr
-    newest = tmp_path / "moved/checkpoints/step-00000020"
-    newest.rename(tmp_path / "newest")
-    done = run_script(SCRIPT, *args, "-e", "moved", CUDA_VISIBLE_DEVICES="")
-    assert done.returncode == 0, done.stderr
-    assert [line["loss"] for line in read_metrics(tmp_path / "moved")] == pytest.approx(
-        [line["loss"] for line in straight], rel=1e-3
-    )
+    straight = train_in_shell(tmp_path, "straight", SCRIPT)
+    saves = ("--ckpt-freq", 10)
+    train_in_shell(tmp_path, "moved", *TORCHRUN, 2, "02-ddp/train_llm.py", *saves, "--zero1")
+    shutil.rmtree(tmp_path / "moved/checkpoints/step-00000020")
+    moved = train_in_shell(tmp_path, "moved", SCRIPT, *saves, CUDA_VISIBLE_DEVICES="")
+    assert column(moved, "loss") == pytest.approx(column(straight, "loss"), rel=1e-3)
 
 
-def start_launch_file(tmp_path, name: str, *args: object, **env: object) -> subprocess.Popen:
+def start_launch_file(tmp_path, name: str, **env: object) -> subprocess.Popen:
     """Start chapter 3's launch file; its processes have 20 steps to do."""
-    command = ["bash", "03-multi-node/launch_torchrun.sh", "--save-dir", tmp_path, "-e", name]
-    command += ["--max-steps", 20, "--log-freq", 1, "--eval-freq", 10, *args]
+    command = ["bash", "03-multi-node/launch_torchrun.sh", "--save-dir", tmp_path, "-e", name, *FEW]
     return subprocess.Popen(
         [str(word) for word in command],
         cwd=ROOT,
@@ -319,14 +282,10 @@ def test_two_launchers_of_half_the_gpus_are_one_of_all(tmp_path):
     ]
     said = "".join(map(ends_well, nodes))
     assert f" x {2 * half} devices x " in said and f"on {socket.gethostname()}" in said
-    alone = losses_of(tmp_path, "alone", SCRIPT)
     one, two = (read_metrics(tmp_path / name) for name in ("one", "two"))
-    for key, rel in (("loss", 1e-5), ("eval_loss", 1e-5), ("grad_norm", 1e-3)):
-        values = [[line[key] for line in run if key in line] for run in (one, two)]
-        assert values[0] == pytest.approx(values[1], rel=rel)
-    assert [line["loss"] for line in two] == pytest.approx(
-        [line["loss"] for line in alone], rel=1e-3
-    )
+    assert_close(one, two, 1e-5, 1e-3)
+    alone = train_in_shell(tmp_path, "alone", SCRIPT)
+    assert column(two, "loss") == pytest.approx(column(alone, "loss"), rel=1e-3)
 
 
 @pytest.mark.multi_gpu
@@ -344,20 +303,21 @@ def test_a_signal_to_one_rank_stops_all_gpus(tmp_path):
     assert len(read_metrics(tmp_path / "stopped")) < 20
     ends_well(start_launch_file(tmp_path, "stopped", NPROC_PER_NODE=2))
     straight, stopped = (read_metrics(tmp_path / name) for name in ("straight", "stopped"))
-    assert [line["step"] for line in stopped] == list(range(1, 21))
-    assert [line["loss"] for line in stopped] == pytest.approx(
-        [line["loss"] for line in straight], rel=1e-5
-    )
+    assert column(stopped, "step") == list(range(1, 21))
+    assert column(stopped, "loss") == pytest.approx(column(straight, "loss"), rel=1e-5)
+
+
+FORWARD = 'with timers("forward"), sync():\n'
+LATE = [(FORWARD, f"{FORWARD}                __import__('time').sleep(0.05 * (rank == 1))\n")]
+register("03-multi-node", LATE)
 
 
 @pytest.mark.multi_gpu
 def test_the_wait_for_a_slow_rank_is_seen_on_gpus(tmp_path):
     """Rank 1's host is 50 ms late in every step; rank 0's GPU stands still: its timer sees it."""
-    where = 'with timers("forward"), sync():\n'
-    late = f"{where}                __import__('time').sleep(0.05 * (rank == 1))\n"
-    script = plant("03-multi-node", tmp_path / "chapter", [(where, late)]) / "train_llm.py"
+    script = plant("03-multi-node", tmp_path / "chapter", LATE) / "train_llm.py"
     # One micro-batch in a step: rank 1 is late in each of them, and the waits would add up.
-    metrics = losses_of(tmp_path, "slow", *TORCHRUN, 2, script, "-b", 12)[2:]
+    metrics = train_in_shell(tmp_path, "slow", *TORCHRUN, 2, script, "-b", 12)[2:]
     assert {line["slowest_rank"] for line in metrics} == {1}
     assert 40 < statistics.median(line["time/wait_max"] for line in metrics) < 75
 
@@ -368,23 +328,18 @@ def has_fp8() -> bool:
     return ours and importlib.util.find_spec("torchao") is not None
 
 
+LARGE = 'loss * (float("inf") if rank == 1 and state["step"] == 4 else 1.0)'
+OVERFLOW = [("scaler.scale(loss).backward()", f"scaler.scale({LARGE}).backward()")]
+register("05-mixed-precision", OVERFLOW)
+
+
 @pytest.mark.multi_gpu
 @pytest.mark.parametrize("args", [(), ("--cpu-offload",)], ids=["", "offload"])
 def test_an_overflow_on_one_gpu_makes_all_skip(tmp_path, args):
     """Rank 1's gradients overflow in step 5: the weights stay, all halve the scale and go on."""
-    overflow = 'loss * (float("inf") if rank == 1 and state["step"] == 4 else 1.0)'
-    planted = [("scaler.scale(loss).backward()", f"scaler.scale({overflow}).backward()")]
-    script = plant("05-mixed-precision", tmp_path / "chapter", planted) / "train_llm.py"
-    words = ("--precision", "fp16", *args)
-    metrics = losses_of(
-        tmp_path,
-        "overflow",
-        *TORCHRUN,
-        2,
-        ROOT / "05-mixed-precision/log_changed.py",
-        script,
-        *words,
-    )
+    script = plant("05-mixed-precision", tmp_path / "chapter", OVERFLOW) / "train_llm.py"
+    words = (ROOT / "05-mixed-precision/log_changed.py", script, "--precision", "fp16", *args)
+    metrics = train_in_shell(tmp_path, "overflow", *TORCHRUN, 2, *words)
     scales = [line["loss_scale"] for line in metrics]
     assert scales[4] == scales[3] / 2 and set(scales[4:]) == {scales[4]}
     assert [line["share_changed"] == 0 for line in metrics] == [n == 4 for n in range(20)]
@@ -396,13 +351,15 @@ RANKS = max(2, min(4, torch.cuda.device_count()))
 ALONE_RUNS = {model: Run("01-single-gpu", 1, ("-m", model, "-b", 24)) for model in MODELS}
 
 
-def sharded_runs() -> list[object]:
-    """Return chapter 4's runs with no option and with each, for a start of as few as 2 ranks."""
-    options = {"plain": (), **{name: OPTIONS[name] for name in OPTIONS if name != "zero1"}}
-    return [
-        pytest.param(model, Run("04-fsdp", RANKS, ("-m", model, *args)), id=f"{model}-{name}")
-        for model, (name, args) in product(MODELS, options.items())
-    ]
+def runs_on_all_gpus() -> Iterator[object]:
+    """Chapters 2 and 4 with no option and with each, for a start of as few as 2 ranks."""
+    options = {"plain": (), **FSDP_OPTIONS}
+    names = {"02-ddp": ("plain", "accumulated", "zero1", "compile")}
+    names["04-fsdp"] = [name for name in options if name != "zero1"]
+    for model, chapter in product(MODELS, names):
+        for name in names[chapter]:
+            run = Run(chapter, RANKS, ("-m", model, *options[name]))
+            yield pytest.param(model, run, id=f"{chapter}-{model}-{name}")
 
 
 def run_in(precision: str, model: str, *args: str) -> Run:
@@ -426,22 +383,15 @@ def ladder(request, make_folder) -> Ladder:
 def assert_same_on_gpus(ladder: Ladder, model: str, name: str) -> None:
     """As on the CPU, but NCCL sums in another order and TF32 has 3 digits."""
     alone = ladder.metrics(ladder.run(ALONE_RUNS[model]))
-    found = ladder.metrics(name)
     assert len(alone) == STEPS and alone[-1]["loss"] < alone[0]["loss"] - 1
-    for key, rel in (("loss", 1e-3), ("eval_loss", 1e-3), ("grad_norm", 5e-2)):
-        right = [line[key] for line in alone if key in line]
-        assert [line[key] for line in found if key in line] == pytest.approx(right, rel=rel), key
+    assert_close(alone, ladder.metrics(name), 1e-3, 5e-2)
 
 
 @pytest.mark.multi_gpu
-@pytest.mark.parametrize(("model", "run"), sharded_runs())
-def test_same_training_sharded_over_gpus(ladder, model, run):
+@pytest.mark.parametrize(("model", "run"), list(runs_on_all_gpus()))
+def test_same_training_on_all_gpus(ladder, model, run):
     """The first of these does the runs of all, in one start."""
     assert_same_on_gpus(ladder, model, ladder.run(run))
-
-
-def values(ladder: Ladder, name: str, key: str) -> list[float]:
-    return [line[key] for line in ladder.metrics(name) if key in line]
 
 
 @pytest.mark.multi_gpu
@@ -450,14 +400,11 @@ def values(ladder: Ladder, name: str, key: str) -> list[float]:
 )
 def test_tf32_is_chapter_4_on_gpus(ladder, model, run):
     """Up to the order in which GPUs add; fp32 is further away: TF32 has 3 digits."""
-    chapter_4 = ladder.run(Run("04-fsdp", RANKS, ("-m", model)))
-    tf32 = ladder.run(run)
-    fp32 = ladder.run(run_in("fp32", model))
-    for key, rel in (("loss", 1e-5), ("eval_loss", 1e-5), ("grad_norm", 1e-3)):
-        expected = values(ladder, chapter_4, key)
-        assert values(ladder, tf32, key) == pytest.approx(expected, rel=rel), key
-        if key == "loss":  # 10 of them: two evaluations may agree to 5 digits by chance
-            assert values(ladder, fp32, key) != pytest.approx(expected, rel=rel), key
+    chapter_4 = ladder.metrics(ladder.run(Run("04-fsdp", RANKS, ("-m", model))))
+    tf32 = ladder.metrics(ladder.run(run))
+    fp32 = ladder.metrics(ladder.run(run_in("fp32", model)))
+    assert_close(chapter_4, tf32, 1e-5, 1e-3)
+    assert column(fp32, "loss") != pytest.approx(column(chapter_4, "loss"), rel=1e-5)
 
 
 def few_bits() -> list[object]:
@@ -475,11 +422,10 @@ def few_bits() -> list[object]:
 def test_few_bits_stay_near_fp32_on_gpus(ladder, model, run):
     if "fp8" in run.args and not has_fp8():
         pytest.skip("needs a GPU with fp8, and torchao")
-    fp32, found = ladder.run(FLOAT32_RUNS[model]), ladder.run(run)
+    fp32, found = (ladder.metrics(ladder.run(each)) for each in (FLOAT32_RUNS[model], run))
     for key in ("loss", "eval_loss"):
-        expected = values(ladder, fp32, key)
-        assert values(ladder, found, key) == pytest.approx(expected, rel=1e-2), key
-        assert values(ladder, found, key) != pytest.approx(expected, rel=1e-6), "in float32"
+        assert column(found, key) == pytest.approx(column(fp32, key), rel=1e-2), key
+        assert column(found, key) != pytest.approx(column(fp32, key), rel=1e-6), "in float32"
 
 
 @pytest.fixture(scope="module")

@@ -16,12 +16,15 @@ from helpers import (
     ROOT,
     TWO_BY_TWO,
     Ladder,
-    assert_parity,
+    Run,
+    assert_chapter_1,
+    assert_same_losses,
     environment,
     first_then_nightly,
     free_port,
-    plant,
+    register,
     run_on_nodes,
+    selected_runs,
 )
 from jobs import NODES, PAUSE, Lab, note_samples
 from runner import finish, start
@@ -70,25 +73,19 @@ def assert_sharded_within_nodes(run_dir: Path) -> None:
     assert dict(writers) == {0: {0, 2}, 1: {1, 3}}, "the parts are not where they should be"
 
 
-# --- on one machine ---
-
-
 @pytest.fixture(scope="module")
-def ladder(make_folder) -> Ladder:
-    return Ladder(make_folder("hsdp"))
-
-
-def run_ladder(ladder: Ladder, name: str, local_ranks=TWO_BY_TWO, chapter=CHAPTER, args=()) -> str:
-    """Train with --hsdp in a process for each local rank; return the run's name."""
-    files = [ladder.samples_file(name, rank) for rank in range(len(local_ranks))]
-    flags = ladder.flags(name, "-b", 4, "--hsdp", *args)
-    statuses = run_on_nodes(local_ranks, flags, chapter=chapter, samples_file=files)
-    assert statuses == [0] * len(local_ranks)
-    return name
+def ladder(request, make_folder) -> Ladder:
+    """On two nodes, whatever the number of ranks."""
+    places = {
+        2 * n: 2 * [{"LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": n} for rank in range(n)]
+        for n in (1, 2, 3)
+    }
+    chosen = selected_runs(request)
+    return Ladder(make_folder("hsdp"), chosen, model="gpt2-narrow", places=places)
 
 
 def alone(ladder: Ladder) -> str:
-    return ladder.alone("-m", "gpt2-tiny", "-b", 24)
+    return ladder.alone("-m", "gpt2-narrow", "-b", 24)
 
 
 @pytest.mark.ci
@@ -97,44 +94,45 @@ def test_two_launchers_on_one_machine_are_two_nodes(ladder):
     words = ["bash", ROOT / "04-fsdp/launch.sh", *ladder.flags("launchers", "-b", 6, "--hsdp")]
     nodes = [subprocess.Popen([str(word) for word in words], env=env) for _ in range(2)]
     assert [node.wait(PATIENCE_S) for node in nodes] == [0, 0]
-    expected, found = ladder.metrics(alone(ladder)), ladder.metrics("launchers")
-    for key, rel in (("loss", 1e-5), ("grad_norm", 1e-3), ("eval_loss", 1e-5)):
-        right = [line[key] for line in expected if key in line]
-        assert len(right) >= 2
-        assert [line[key] for line in found if key in line] == pytest.approx(right, rel=rel)
+    assert_same_losses(ladder.metrics(alone(ladder)), ladder.metrics("launchers"))
     assert_sharded_within_nodes(ladder.folder / "launchers")
 
 
+def assert_two_dimensions(ladder: Ladder, run: Run) -> None:
+    """The training of chapter 1, and the parts of the weights are within each node."""
+    layout = read_layout(ladder.folder / ladder.run(run))
+    for name, parts in layout.items():
+        assert len(parts) == run.world_size // 2, f"{name} is in {len(parts)} parts"
+    if run.world_size == 4:
+        assert_sharded_within_nodes(ladder.folder / run.name)
+    assert_chapter_1(ladder, run)
+
+
+def two_dimensions(world_size: int, *args: object, bug: tuple[str, str] | None = None) -> Run:
+    return Run(CHAPTER, world_size, ("-b", 4, "--hsdp", *args), (bug,) if bug else ())
+
+
 @pytest.mark.parametrize(
-    ("nodes", "args"),
+    "run",
     first_then_nightly(
         [
-            (TWO_BY_TWO, ("--reduce-every-backward", "--no-reshard-after-forward")),
-            (TWO_BY_TWO, ("--cpu-offload", "--activation-checkpointing", "selective")),
-            ((0, 0), ()),
-            ((0, 1, 2, 0, 1, 2), ()),
+            two_dimensions(4, "--reduce-every-backward", "--no-reshard-after-forward"),
+            two_dimensions(4, "--cpu-offload", "--activation-checkpointing", "selective"),
+            two_dimensions(2),
+            two_dimensions(6),
         ]
     ),
     ids=["2 x 2, other traffic", "2 x 2, less memory", "2 x 1", "2 x 3"],
 )
-def test_same_training_in_two_dimensions(ladder, nodes, args):
-    name = "-".join(["mesh", *map(str, nodes), *args])
-    run_ladder(ladder, name, nodes, args=args)
-    assert_parity(ladder, alone(ladder), name, len(nodes))
-    ends = {len(parts) for parts in read_layout(ladder.folder / name).values()}
-    assert ends == {max(nodes) + 1}
-    if nodes == TWO_BY_TWO:
-        assert_sharded_within_nodes(ladder.folder / name)
+def test_same_training_in_two_dimensions(ladder, run):
+    assert_two_dimensions(ladder, run)
 
 
 MESH = 'sharding["mesh"] = distributed.mesh_of_nodes(device)'
 SYNC = "model.set_requires_gradient_sync(last_backward or args.reduce_every_backward)"
 # By name: what must be red, and what is replaced in the script.
 BUGS = {
-    "never averaged over nodes": (
-        "the loss differ",
-        (MESH, f'{MESH}["shard"]'),
-    ),
+    "never averaged over nodes": ("the loss differ", (MESH, f'{MESH}["shard"]')),
     "nodes and ranks swapped": (
         "the parts are not where",
         (
@@ -143,36 +141,35 @@ BUGS = {
             "sharding['mesh'] = type(mesh)('cpu', mesh.mesh.T, mesh_dim_names=names)",
         ),
     ),
-    "one dimension": (
-        "is in 4 parts",
-        ("if args.hsdp:", "if False:"),
-    ),
+    "one dimension": ("is in 4 parts", ("if args.hsdp:", "if False:")),
     "a block without the second sum": (  # FSDP then gives it no gradients at all
         "the loss differ",
         (SYNC, f"{SYNC}; layers[0].set_requires_all_reduce(False)"),
     ),
 }
+for _, bug in BUGS.values():
+    register(CHAPTER, [bug])
 
 
-@pytest.mark.parametrize("bug", first_then_nightly(BUGS))
-def test_planted_bug_is_noticed(ladder, tmp_path, bug):
-    red, replaced = BUGS[bug]
-    chapter = plant(CHAPTER, tmp_path / "chapter", [replaced])
-    name = run_ladder(ladder, bug.replace(" ", "-"), chapter=chapter)
-    with pytest.raises(AssertionError, match=red):
-        assert_sharded_within_nodes(ladder.folder / name)
-        assert_parity(ladder, alone(ladder), name, 4)
-
-
-@pytest.mark.ci
 @pytest.mark.parametrize(
-    ("chapter", "nodes", "args"),
-    [(CHAPTER, (0, 1), ()), (CHAPTER, TWO_BY_TWO, ("--hsdp",)), ("01-single-gpu", (0,), ())],
-    ids=["one node", "two nodes", "chapter 1"],
+    ("red", "run"), [(red, two_dimensions(4, bug=bug)) for red, bug in BUGS.values()], ids=BUGS
 )
-def test_a_run_that_was_stopped_goes_on_anywhere(ladder, chapter, nodes, args):
+def test_planted_bug_is_noticed(ladder, red, run):
+    with pytest.raises(AssertionError, match=red):
+        assert_two_dimensions(ladder, run)
+
+
+@pytest.mark.parametrize(
+    ("chapter", "nodes"),
+    [
+        pytest.param(CHAPTER, (0, 1), marks=pytest.mark.ci, id="one node"),
+        pytest.param(CHAPTER, TWO_BY_TWO, marks=pytest.mark.nightly, id="two nodes"),
+        pytest.param("01-single-gpu", (0,), marks=pytest.mark.nightly, id="chapter 1"),
+    ],
+)
+def test_a_run_that_was_stopped_goes_on_anywhere(ladder, chapter, nodes):
     """One rank is told to stop after step 7, all of them save; the rest is trained elsewhere."""
-    name = "-".join(["stopped", chapter, str(len(nodes))])
+    name = f"stopped-{chapter}-{len(nodes)}"
     signals = [None, None, None, (7, [signal.SIGUSR1])]
     stderr = [str(ladder.folder / f"{name}-{rank}.stderr") for rank in range(4)]
     options = {"chapter": CHAPTER, "signals_after_steps": signals, "stderr_file": stderr}
@@ -180,12 +177,9 @@ def test_a_run_that_was_stopped_goes_on_anywhere(ladder, chapter, nodes, args):
     assert run_on_nodes(TWO_BY_TWO, [*flags, "--hsdp"], **options) == [75] * 4
     assert "Told to stop; saved after step 7" in Path(stderr[0]).read_text()
     assert_sharded_within_nodes(ladder.folder / name)
+    args = ["--hsdp"] if nodes == TWO_BY_TWO else []
     assert run_on_nodes(nodes, [*flags, *args], chapter=chapter) == [0] * len(nodes)
-    expected, found = ladder.metrics(alone(ladder)), ladder.metrics(name)
-    assert [line["step"] for line in found] == [line["step"] for line in expected]
-    for key, rel in (("loss", 1e-5), ("grad_norm", 1e-3), ("eval_loss", 1e-5)):
-        right = [line[key] for line in expected if key in line]
-        assert [line[key] for line in found if key in line] == pytest.approx(right, rel=rel)
+    assert_same_losses(ladder.metrics(alone(ladder)), ladder.metrics(name))
 
 
 # --- on a cluster ---
@@ -200,7 +194,7 @@ def lab(cluster, make_folder) -> Lab:
     return lab
 
 
-@pytest.mark.ci
+@pytest.mark.nightly
 def test_same_losses_on_two_nodes_of_two_ranks(lab):
     """Told to stop, the job saves, goes back to the queue, and goes on when it starts again."""
     job = lab.submit(JOB, "hsdp", "--hsdp", PAUSE=PAUSE)

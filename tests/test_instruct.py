@@ -12,7 +12,7 @@ import functools
 import json
 import random
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from pathlib import Path
 from unittest import mock
@@ -22,18 +22,15 @@ import torch
 from datasets import Dataset
 from helpers import (
     ROOT,
-    assert_clean,
     assert_exact,
-    changed,
     first_then_nightly,
     go_back_to,
-    not_shown,
     patch,
     read_metrics,
+    register,
     run_script,
 )
 from runner import RunsByRanks
-from test_chapter_diffs import ROT as RULES
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common import models
@@ -45,8 +42,6 @@ from conversations import Conversations, as_messages, encode, load_conversations
 
 CHAPTER = "02-ddp"
 DIFF = ROOT / CHAPTER / "instruct.diff"
-PAGE = ROOT / CHAPTER / "instruct.md"
-MOST_ADDED = 30  # lines
 STEPS, MIDDLE, LEARNT_STEPS = 20, 10, 60
 CAPITALS = {"France": "Paris", "Japan": "Tokyo", "Peru": "Lima", "Kenya": "Nairobi"}
 
@@ -62,39 +57,6 @@ def questions(count: int) -> list[tuple[str, str]]:
     words, numbers = ["self", "return", "import", "class", "for", "while"], random.Random(0)
     pairs = [(numbers.choice(words), numbers.choice((1, 1, 1, 12))) for _ in range(count)]
     return [(f"{i}: {word} {n} times", " ".join([word] * n)) for i, (word, n) in enumerate(pairs)]
-
-
-# --- the diff ---
-
-
-@pytest.fixture(scope="module")
-def patched(make_folder) -> Path:
-    return patch(CHAPTER, make_folder("patched"), diff=DIFF) / "train_llm.py"
-
-
-@pytest.mark.check
-@pytest.mark.parametrize("rule", RULES, ids=lambda rule: rule.__name__)
-def test_patched_chapter_keeps_what_was_before(patched, rule):
-    old, new = (ROOT / CHAPTER / "train_llm.py").read_text(), patched.read_text()
-    meant = ("--text-column: help was", "load_sequences is renamed to load_conversations")
-    assert new != old and [each for each in rule(old, new) if not each.startswith(meant)] == []
-
-
-@pytest.mark.check
-def test_diff_is_small_and_its_script_clean(patched):
-    added = [line for line in changed(DIFF.read_text()) if line[0] == "+"]
-    assert 10 < len(added) <= MOST_ADDED
-    assert_clean(patched)
-
-
-@pytest.mark.check
-def test_page_shows_the_whole_diff():
-    """Planted: a line that is left out, and one that is changed."""
-    page, diff = PAGE.read_text(), DIFF.read_text()
-    assert not_shown(page, diff) == []
-    for line in changed(diff):
-        rotten = page.replace(f"{line}\n", "", 1)
-        assert rotten != page and not_shown(rotten, diff)
 
 
 # --- the training ---
@@ -133,18 +95,18 @@ LOSS = "ddp_model(**batch, num_items_in_batch=answer_tokens).loss * world_size"
 OF_MICRO_BATCH = ((LOSS, "ddp_model(**batch).loss / accumulation"),)
 COUNTED = "            dist.all_reduce(answer_tokens)\n"
 OF_RANK = ((COUNTED, "            answer_tokens = answer_tokens * world_size\n"),)
+for bug in (OF_MICRO_BATCH, OF_RANK):
+    register("02-ddp/instruct.diff", bug)
 DROPOUT = ("-m", "dropout", "-b", 1)
 RUNS = {
     "1-b6": Run(1, ("-b", 6)),
     "1-b2": Run(1, ("-b", 2)),
-    "1-b1": Run(1, ("-b", 1)),
     "1-llama": Run(1, ("-b", 6, "-m", "llama")),
     "1-mask": Run(1, ("-b", 6), plant={"encode": label_all_tokens}),
-    "1-of-micro-batch": Run(1, ("-b", 1), OF_MICRO_BATCH),
     "1-messages": Run(1, ("-b", 6, "-d", "messages.jsonl")),
     "1-learnt": Run(
         1,
-        *[("-d", "capitals.csv", "--text-column", "country,capital", "-m", "gpt2-tiny")],
+        ("-d", "capitals.csv", "--text-column", "country,capital", "-m", "gpt2-tiny"),
     ),
     "2-b3": Run(2, ("-b", 3)),
     "2-b1": Run(2, ("-b", 1)),
@@ -153,14 +115,17 @@ RUNS = {
     "2-of-micro-batch": Run(2, ("-b", 3), OF_MICRO_BATCH),
     "2-straight": Run(2, DROPOUT),
     "2-resumed": Run(2, DROPOUT, source="2-straight"),
-    "3-b2": Run(3, ("-b", 2)),
     "3-b1": Run(3, ("-b", 1)),
 }
+PAIRS = (
+    *(("1-b6", "2-b1"), ("1-b6", "1-b2"), ("1-b6", "2-b3"), ("1-b6", "3-b1")),
+    *(("1-llama", "2-llama"), ("1-b6", "1-messages")),
+)
 
 
 class Runs(RunsByRanks):
-    def __init__(self, folder: Path) -> None:
-        super().__init__(folder, RUNS)
+    def __init__(self, folder: Path, names: Iterable[str]) -> None:
+        super().__init__(folder, {name: RUNS[name] for name in names})
         for name, preset, changes in (
             ("gpt2", "gpt2-tiny", {"n_embd": 32}),
             ("dropout", "gpt2-tiny", {"n_embd": 32, "resid_pdrop": 0.1, "embd_pdrop": 0.1}),
@@ -203,23 +168,19 @@ class Runs(RunsByRanks):
 
 
 @pytest.fixture(scope="module")
-def runs(make_folder) -> Runs:
-    return Runs(make_folder("runs"))
+def runs(request, make_folder) -> Runs:
+    """All runs, or those of the one pair that is compared outside of the nightly tier."""
+    chosen = [item for item in request.session.items if item.path == request.path]
+    nightly = any(item.get_closest_marker("nightly") for item in chosen)
+    return Runs(make_folder("runs"), RUNS if nightly else PAIRS[0])
 
 
 def assert_same(expected: list[float], found: list[float], rel: float = 1e-5) -> None:
     assert found == pytest.approx(expected, rel=rel), "the losses differ"
 
 
-@pytest.mark.parametrize(
-    ("name", "other"),
-    first_then_nightly(
-        [
-            *[("1-b6", "2-b1"), ("1-b6", "1-b2"), ("1-b6", "1-b1"), ("1-b6", "2-b3")],
-            *[("1-b6", "3-b2"), ("1-b6", "3-b1"), ("1-llama", "2-llama"), ("1-b6", "1-messages")],
-        ]
-    ),
-)
+@pytest.mark.ci
+@pytest.mark.parametrize(("name", "other"), first_then_nightly(PAIRS))
 def test_the_same_losses_for_all_ranks_and_micro_batches(runs, name, other):
     losses = [line["loss"] for line in read_metrics(runs[name])]
     assert len(losses) == STEPS and losses[-1] < losses[0] / 1.5, "it learns, so weights matter"
@@ -229,21 +190,21 @@ def test_the_same_losses_for_all_ranks_and_micro_batches(runs, name, other):
     assert_same(runs.numbers(name), runs.numbers(other), rel=1e-3)
 
 
-@pytest.mark.parametrize("bug", ["1-of-micro-batch", "2-of-micro-batch", "2-of-rank", "1-mask"])
+@pytest.mark.parametrize("bug", ["2-of-micro-batch", "2-of-rank", "1-mask"])
 def test_planted_mean_of_means_or_loss_on_questions(runs, bug):
     """A micro-batch or a rank divides by its own number of answer tokens."""
     with pytest.raises(AssertionError, match="the losses differ"):
         assert_same(runs.numbers("1-b6"), runs.numbers(bug), rel=1e-3)
 
 
-@pytest.mark.ci
+@pytest.mark.nightly
 def test_a_resumed_run_is_exact(runs):
     straight, resumed = runs["2-straight"], runs["2-resumed"]
     assert_exact(straight, resumed)
     assert len(read_metrics(straight)) == STEPS
 
 
-@pytest.mark.ci
+@pytest.mark.nightly
 def test_model_answers_also_after_an_export(runs, tmp_path):
     """Planted: a prompt that does not go through the chat template."""
     run = runs["1-learnt"]
@@ -355,6 +316,7 @@ def test_attention_does_not_cross_conversations(preset, tokenizer):
     assert not any(torch.allclose(each, expected, atol=1e-2) for each in crossing)
 
 
+@pytest.mark.nightly
 def test_built_in_example(tokenizer):
     args = argparse.Namespace(dataset_name="python-stdlib", dataset_subset=None, text_column=None)
     train, evaluation = load_conversations(args, tokenizer, 128)
@@ -371,6 +333,7 @@ def test_built_in_example(tokenizer):
 # --- bad input ---
 
 
+@pytest.mark.nightly
 def test_bad_input_ends_in_one_sentence(tmp_path):
     """All three in the script: a missing column, an answer that does not fit, no chat template."""
     rows = [*questions(40), ("a question", "word " * 60)]
@@ -378,6 +341,7 @@ def test_bad_input_ends_in_one_sentence(tmp_path):
     plain = shutil.copytree(ROOT / "common/presets/tokenizer", tmp_path / "plain")
     (plain / "chat_template.jinja").unlink()
     script = patch(CHAPTER, tmp_path / "script", diff=DIFF) / "train_llm.py"
+    shutil.copy(ROOT / CHAPTER / "conversations.py", script.parent)
     for arguments, sentence in (
         (["--text-column", "question,reply"], "has no column 'reply': give --text-column QUESTION"),
         (["-s", 48], "do not fit in 48 tokens (the longest has"),
@@ -386,7 +350,6 @@ def test_bad_input_ends_in_one_sentence(tmp_path):
         found = run_script(
             *(script, "-d", table, "--save-dir", tmp_path, "-e", "run", "--max-steps", 1),
             *arguments,
-            PYTHONPATH=f"{ROOT}:{ROOT / CHAPTER}",
         )
         assert found.returncode == 2 and "Traceback" not in found.stderr, found.stderr
         last = found.stderr.splitlines()[-1]

@@ -1,16 +1,15 @@
 """How the processes of a run are started, what they say, and how all of them end."""
 
 import errno
-import functools
 import os
 import re
 import signal
-import socket
 import subprocess
 import sys
 import time
 from pathlib import Path
 
+import psutil
 import pytest
 import torch
 import torch.distributed as dist
@@ -21,24 +20,22 @@ from helpers import (
     children,
     environment,
     first_then_nightly,
-    free_port,
-    plant,
     read_metrics,
-    run_script,
+    say_it_soon,
+    speak_at_once,
     wait_for_file,
 )
 from runner import Ranks, finish, start
 from torch.distributed import TCPStore
 
-from common import cli, distributed
+from common import distributed
 from common.cli import InputError
 from common.data import token_cache
-from common.distributed import plan
+from common.distributed import MPIRUN, SRUN, plan
+from common.distributed import TORCHRUN as BY_TORCHRUN
 
-DISTRIBUTED = CHAPTERS[1:]
-MULTI_NODE = CHAPTERS[2:]
-ONE_MACHINE = [chapter for chapter in DISTRIBUTED if (ROOT / chapter / "launch.sh").exists()]
 SMALL = ("-s", 32, "--global-batch-size", 6, "--max-steps", 2, "--log-freq", 1)
+FIRST_AND_LAST = first_then_nightly([CHAPTERS[1], CHAPTERS[-1]])
 
 
 @pytest.fixture
@@ -49,88 +46,16 @@ def flags(corpus, tmp_path) -> list[object]:
 def said_by_ranks(stderr: str) -> list[str]:
     """Return the lines that the ranks wrote, without the log and without torchrun's report."""
     report = re.compile(r"^[WE]\d{4} |^Traceback", re.MULTILINE)
-    header = ("[20", "versions: ", "environment: ", "  ")
+    header = ("[20", "[W", "versions: ", "environment: ", "  ")
     lines = report.split(stderr)[0].splitlines()
     return [line for line in lines if line and not line.startswith(header)]
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize("chapter", DISTRIBUTED)
-def test_without_torchrun_it_is_a_world_of_one(chapter, flags, tmp_path):
-    done = run_script(f"{chapter}/train_llm.py", *flags, "-e", "run")
-    assert done.returncode == 0, done.stderr
-    assert "6 sequences x 1 device x 1 micro-batch = 6 sequences" in done.stderr
-    assert read_metrics(tmp_path / "run")[-1]["step"] == 2
+def stderr_files(folder: Path, world_size: int = 2) -> list[str]:
+    return [str(folder / f"stderr-{rank}") for rank in range(world_size)]
 
 
-@pytest.mark.parametrize("chapter", first_then_nightly(DISTRIBUTED))
-def test_only_rank_0_speaks_and_all_agree_on_its_name(chapter, flags, tmp_path):
-    """Three ranks whose clocks differ by hours, and no name given."""
-    files = [str(tmp_path / f"stderr-{rank}") for rank in range(3)]
-    (tmp_path / "outputs").mkdir()
-    arguments = [*flags, "--save-dir", tmp_path / "outputs"]
-    ranks = Ranks(3, arguments, chapter=chapter, stderr_file=files, plant=set_the_clock_by_rank)
-    assert ranks.finish() == [0, 0, 0]
-    (run_dir,) = (tmp_path / "outputs").iterdir()
-    assert re.match("gpt2-tiny-corpus-19700101-000000-", run_dir.name), "by the clock of rank 0"
-    said = [Path(file).read_text() for file in files]
-    assert "[rank 0] step 2/2 | loss " in said[0] and f"-e {run_dir.name}" in said[0]
-    assert said[1:] == ["", ""]
-
-
-def set_the_clock_by_rank() -> None:
-    seconds = 3600 * int(os.environ["RANK"])
-    strftime = time.strftime
-    distributed.time.strftime = lambda text, when=None: strftime(text, when or time.gmtime(seconds))
-
-
-@pytest.mark.parametrize("chapter", first_then_nightly(DISTRIBUTED))
-def test_a_complete_run_says_so_on_all_ranks(chapter, flags, tmp_path):
-    arguments = [*flags, "-e", "run"]
-    assert Ranks(2, arguments, chapter=chapter).finish() == [0, 0]
-    before = (tmp_path / "run/state.json").read_bytes()
-    file = str(tmp_path / "stderr")
-    options = {"chapter": chapter, "stderr_file": [file, os.devnull]}
-    assert Ranks(2, arguments, **options).finish() == [0, 0]
-    said = Path(file).read_text()
-    assert "this run is complete: all of its 2 steps are done" in said and "to resume" not in said
-    assert (tmp_path / "run/state.json").read_bytes() == before
-
-
-@pytest.mark.ci
-@pytest.mark.parametrize("chapter", DISTRIBUTED)
-def test_a_global_batch_that_the_ranks_cannot_share(chapter, flags):
-    arguments = (*flags, "-e", "run", "--global-batch-size", 7)
-    done = run_script(*TORCHRUN, 2, f"{chapter}/train_llm.py", *arguments)
-    assert done.returncode == 1, "torchrun's own status"
-    sentence = "2 devices cannot share --global-batch-size 7 evenly: "
-    sentence += "give another number of devices, or a --global-batch-size that 2 divides."
-    assert said_by_ranks(done.stderr) == [sentence]
-    assert re.search(r"rank +: 0 \(local_rank: 0\)\n +exitcode +: 2", done.stderr)
-
-
-@pytest.mark.ci
-def test_a_wrong_argument_is_said_once(flags):
-    done = run_script(*TORCHRUN, 2, "02-ddp/train_llm.py", *flags, "--seed", "x")
-    assert done.returncode == 1
-    assert done.stderr.count("argument --seed: 'x' is not a whole number") == 1
-
-
-@pytest.mark.ci
-def test_more_processes_than_gpus(flags, tmp_path):
-    hook = tmp_path / "hook"
-    hook.mkdir()
-    # On a busy machine rank 0 may come more than the usual seconds after the other.
-    (hook / "sitecustomize.py").write_text(
-        "import torch\ntorch.cuda.device_count = lambda: 1\n"
-        "from common import cli\ncli.HEAD_START_S = 60.0\n"
-    )
-    arguments = (*TORCHRUN, 2, "02-ddp/train_llm.py", *flags)
-    done = run_script(*arguments, PYTHONPATH=f"{hook}:{ROOT}")
-    assert done.returncode == 1
-    (sentence,) = said_by_ranks(done.stderr)
-    assert sentence.startswith("2 processes on this machine need 2 GPUs and PyTorch sees 1: ")
-    assert sentence.endswith("give torchrun --nproc-per-node gpu.")
+# --- rank and world size, whichever launcher started the process ---
 
 
 PLACE = {
@@ -142,10 +67,10 @@ PLACE = {
 }
 
 
+@pytest.mark.check
 @pytest.mark.parametrize(
     ("place", "sentence"),
     [
-        ({"RANK": "0"}, "RANK is set but WORLD_SIZE, LOCAL_RANK, MASTER_ADDR, MASTER_PORT is not"),
         ({"MASTER_PORT": "29500"}, "MASTER_PORT is set but RANK, WORLD_SIZE, LOCAL_RANK"),
         (
             {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"},
@@ -154,367 +79,118 @@ PLACE = {
         ),
         ({"WORLD_SIZE": "1", "RANK": "1"}, "RANK must be below WORLD_SIZE, counted from 0"),
         ({**PLACE, "WORLD_SIZE": "two"}, "WORLD_SIZE is 'two', not a number"),
-        ({**PLACE, "RANK": "2"}, "RANK must be below WORLD_SIZE"),
+        (
+            {**PLACE, "LOCAL_RANK": "1", "RANK": "1"},
+            "2 processes on this machine need 2 GPUs and PyTorch sees 1: .* --nproc-per-node gpu",
+        ),
     ],
 )
-def test_variables_of_torchrun_that_are_half_set(monkeypatch, place, sentence):
+def test_variables_that_are_missing_or_wrong(monkeypatch, place, sentence):
     monkeypatch.setattr(os, "environ", dict(place))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(InputError, match=sentence):
         distributed.prepare_environment()
 
 
-@pytest.mark.parametrize(
-    "place",
-    [{}, {"WORLD_SIZE": "1"}, {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}],
-    ids=["nothing", "a size", "as from srun"],
-)
-def test_a_world_of_one_needs_no_address(monkeypatch, place):
-    monkeypatch.setattr(os, "environ", {**place, "HOME": "/"})
-    distributed.prepare_environment()
-    assert os.environ == {**distributed.SINGLE_PROCESS, "HOME": "/"}
-
-
-def test_a_world_of_one_keeps_its_address(monkeypatch):
+@pytest.mark.check
+def test_a_world_of_one_needs_no_address_and_keeps_one(monkeypatch):
+    for place in ({}, {"WORLD_SIZE": "1"}, {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}):
+        monkeypatch.setattr(os, "environ", {**place, "HOME": "/"})
+        distributed.prepare_environment()
+        assert os.environ == {**distributed.SINGLE_PROCESS, "HOME": "/"}
     place = {**PLACE, "WORLD_SIZE": "1", "MASTER_ADDR": "node1"}
     monkeypatch.setattr(os, "environ", dict(place))
     distributed.prepare_environment()
     assert os.environ == place
 
 
-@pytest.mark.ci
-def test_half_set_variables_end_the_script(flags):
-    done = run_script("02-ddp/train_llm.py", *flags, WORLD_SIZE="2", RANK="0")
-    assert done.returncode == 2
-    (sentence,) = said_by_ranks(done.stderr)
-    assert sentence.startswith("RANK, WORLD_SIZE is set but LOCAL_RANK, MASTER_ADDR, MASTER_PORT")
-
-
-def test_a_port_in_use(flags, tmp_path):
-    """Another training has it: rank 0 says so, and rank 1 does not wait for that one for ever."""
-    other = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    processes, files = [], [str(tmp_path / f"stderr-{rank}") for rank in range(2)]
-    for rank, file in enumerate(files):
-        place = {**PLACE, "MASTER_PORT": other.port, "RANK": rank, "LOCAL_RANK": rank}
-        arguments = [*flags, "-e", "run", "--dist-timeout", 3]
-        processes.append(start(arguments, env=place, chapter="02-ddp", stderr_file=file))
-    assert [finish(process) for process in processes] == [2, 1]
-    (sentence,) = said_by_ranks(Path(files[0]).read_text())
-    assert sentence.startswith(f"Port {other.port} is in use: give another MASTER_PORT")
-    where, sentence = said_by_ranks(Path(files[1]).read_text())
-    begin = r"\[rank 1\] .*/02-ddp/train_llm.py, line \d+: "
-    assert re.match(begin + r"dist.init_process_group\(", where)
-    assert sentence.startswith("[rank 1] The other ranks are gone or out of reach (")
-
-
-def test_ranks_that_never_come(flags, tmp_path):
-    file = str(tmp_path / "stderr")
-    arguments = [*flags, "-e", "run", "--dist-timeout", 2]
-    place = {**PLACE, "MASTER_PORT": free_port()}
-    assert finish(start(arguments, env=place, chapter="02-ddp", stderr_file=file)) == 1
-    where, sentence = said_by_ranks(Path(file).read_text())
-    assert re.match(r".*/02-ddp/train_llm.py, line \d+: dist.init_process_group\(", where)
-    assert sentence.startswith("The other ranks are gone or out of reach (Timed out")
-
-
-@pytest.mark.ci
-def test_a_port_in_use_under_torchrun(flags):
-    """torchrun itself opens the port, and ends before it starts a rank."""
-    with socket.socket() as other:
-        other.bind(("", 0))
-        other.listen()
-        command = ["-m", "torch.distributed.run", "--nproc-per-node", 2]
-        command += ["--master-port", other.getsockname()[1], "02-ddp/train_llm.py", *flags]
-        done = run_script(*command)
-    assert done.returncode == 1
-    assert "EADDRINUSE, message: address already in use" in done.stderr
-    assert "[rank 0]" not in done.stderr
-
-
-def test_restarts_need_a_name(monkeypatch):
-    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
-    with pytest.raises(InputError, match="With --max-restarts a run needs a name that stays: give"):
-        plan([])
-    assert plan(["-e", "run"])[0] == "run"
-
-
-def test_plan_of_a_launch_file(monkeypatch, tmp_path):
-    """It finds the name wherever argparse finds it, and shares out the cores."""
-    monkeypatch.setattr(os, "cpu_count", lambda: 8)
-    monkeypatch.delenv("NPROC_PER_NODE", raising=False)
-    (tmp_path / "my.args").write_text("--experiment-name 'from-a-file'  # comment\n--seed 3\n")
-    assert plan(["-e", "a", "--save-dir", "b c"]) == ("a", "b c", 2, 4)
-    assert plan(["-ea", "-s", "32"]) == ("a", "outputs", 2, 4)
-    assert plan(["--experiment-name=a"])[0] == "a"
-    assert plan([f"@{tmp_path}/my.args", "--zero1"])[0] == "from-a-file"
-    assert plan([])[0].startswith("gpt2-tiny-python-stdlib-20")
-    monkeypatch.setenv("NPROC_PER_NODE", "3")
-    assert plan([])[2:] == (3, 2)
-    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
-    monkeypatch.delenv("NPROC_PER_NODE")
-    assert plan([])[2:] == (4, 2)
-    for wrong in ("gpu", "0"):
-        monkeypatch.setenv("NPROC_PER_NODE", wrong)
-        with pytest.raises(InputError, match="which is not a number of processes"):
-            plan([])
-
-
-@pytest.mark.parametrize("nodes", ["2", "16", "1:2", "2:2"])
-def test_a_run_on_several_nodes_needs_one_name(monkeypatch, nodes):
-    monkeypatch.setenv("NNODES", nodes)
-    with pytest.raises(InputError, match=r"^A run on several nodes needs one name for all of them"):
-        plan([])
-    assert plan(["-e", "run"])[0] == "run"
-
-
-def test_a_run_on_one_node_needs_no_name(monkeypatch):
-    for nodes in ("", "1"):
-        monkeypatch.setenv("NNODES", nodes)
-        assert plan([])[0].startswith("gpt2-tiny-python-stdlib-20")
-
-
+@pytest.mark.check
 @pytest.mark.parametrize(
-    "nodes", ["two", "0", "-1", "1.5", "2:", ":2", "0:2", "1:2:3", "4:2", "1 "]
+    ("inner", "outer"),
+    [(SRUN, ()), (MPIRUN, ()), (MPIRUN, (SRUN,)), (BY_TORCHRUN, (SRUN, MPIRUN))],
+    ids=["srun", "mpirun", "mpirun under srun", "torchrun under both"],
 )
-def test_what_is_no_number_of_nodes(monkeypatch, nodes):
-    monkeypatch.setenv("NNODES", nodes)
-    with pytest.raises(InputError, match=f"^NNODES is '{nodes}', which is neither a number"):
-        plan(["-e", "run"])
+def test_the_innermost_launcher_is_believed(monkeypatch, inner, outer):
+    """The launchers around it have started one process each, and say so."""
+    for rank in "01":
+        alone = {name: value for names in outer for name, value in zip(names, "010", strict=True)}
+        own = dict(zip(inner, (rank, "2", rank), strict=True))
+        address = {"MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
+        monkeypatch.setattr(os, "environ", {**address, **alone, **own})
+        distributed.prepare_environment()
+        assert [os.environ[name] for name in BY_TORCHRUN] == [rank, "2", rank]
 
 
-@pytest.mark.parametrize("name", ["../../x", "a b", ".."])
-def test_a_launch_file_refuses_a_name_that_is_no_folder(tmp_path, name):
-    """Otherwise torchrun would make the folder of its logs outside of --save-dir."""
-    save_dir = tmp_path / "a/b/c"
-    save_dir.mkdir(parents=True)
-    done = subprocess.run(
-        ["bash", ROOT / "02-ddp/launch.sh", "--save-dir", save_dir, "-e", name],
-        env=environment(NPROC_PER_NODE=2),
-        capture_output=True,
-        text=True,
-    )
-    sentence = f"{name!r} cannot be an experiment's name: it names a folder, so use letters, "
-    assert done.returncode == 2 and done.stdout == "", done
-    assert done.stderr == sentence + "digits, '-', '_' and '.'.\n"
-    folders = [path.relative_to(tmp_path).as_posix() for path in sorted(tmp_path.rglob("*"))]
-    assert folders == ["a", "a/b", "a/b/c"]
-
-
-def write_limits(root: Path, group: str, limits: dict[str, str]) -> None:
-    (root / "proc/self").mkdir(parents=True)
-    (root / "proc/self/cgroup").write_text(f"12:cpu:/elsewhere\n0::{group}\n")
-    for folder, limit in limits.items():
-        (root / "sys/fs/cgroup" / folder).mkdir(parents=True, exist_ok=True)
-        (root / "sys/fs/cgroup" / folder / "memory.max").write_text(f"{limit}\n")
-
-
-@pytest.mark.parametrize(
-    ("group", "limits", "expected"),
-    [
-        ("/", {".": "5000"}, 5000),  # in a container, its own group looks like the top one
-        ("/slurm/job_1/step_0/task_0", {"slurm/job_1": "4000", "slurm": "max"}, 4000),
-        ("/slurm/job_1/step_0", {"slurm/job_1/step_0": "3000", "slurm": "4000"}, 3000),
-        ("/slurm/job_1", {"slurm/job_1": "max", "slurm/job_2": "10"}, None),
-        ("/slurm/job_1", {}, None),
-    ],
-)
-def test_memory_is_limited_by_each_control_group(tmp_path, group, limits, expected):
-    write_limits(tmp_path, group, limits)
-    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    assert distributed.memory_bytes(tmp_path) == (expected or physical)
-
-
-def test_memory_without_control_groups(tmp_path):
-    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    assert distributed.memory_bytes(tmp_path) == physical
-    assert 0 < distributed.memory_bytes() <= physical
-
-
-def test_a_world_size_that_is_no_number_is_one_sentence(flags):
-    done = run_script("02-ddp/train_llm.py", *flags, **{**PLACE, "WORLD_SIZE": "two"})
-    sentence = "WORLD_SIZE is 'two', not a number: start this with torchrun.\n"
-    assert (done.returncode, done.stderr) == (2, sentence)
-
-
-def test_a_lost_peer_is_reported_with_the_last_line_of_the_repository(monkeypatch, tmp_path):
-    """Debian's folder of packages is dist-packages; a virtual environment is often inside."""
-    for folder in ("lib/dist-packages", ".venv/lib/site-packages"):
-        package = tmp_path / folder / "package.py"
-        package.parent.mkdir(parents=True)
-        package.write_text("def fail():\n    raise RuntimeError('[x] /gloo/pair.cc: closed')\n")
-        script = tmp_path / "script.py"
-        script.write_text("def main():\n    fail()  # the line to show\n")
-        outside: dict = {}
-        exec(compile(package.read_text(), str(package), "exec"), outside)
-        exec(compile(script.read_text(), str(script), "exec"), outside)
-        pattern = distributed.OWN_FILES.pattern.replace(
-            re.escape(str(ROOT)), re.escape(str(tmp_path))
-        )
-        monkeypatch.setattr(distributed, "OWN_FILES", re.compile(pattern))
-        with pytest.raises(RuntimeError) as failed:
-            outside["main"]()
-        sentence, status = distributed._explain(failed.value)
-        assert status == 1
-        assert sentence.startswith(f"{script}, line 2: fail()  # the line to show\nThe other ranks")
-
-
-def test_a_folder_that_cannot_be_written_is_one_sentence():
-    error = OSError(errno.EROFS, "Read-only file system", "/data/x")
-    sentence = "Cannot write /data/x: Read-only file system. Free space or choose a writable "
-    assert distributed._explain(error) == (sentence + "folder, then start again.", 2)
-
-
-def test_a_plan_that_fails_is_one_sentence():
-    done = run_script("-m", "common.distributed", "-e", "run", NNODES="two")
-    sentence = "NNODES is 'two', which is neither a number of nodes nor MIN:MAX.\n"
-    assert (done.returncode, done.stdout, done.stderr) == (2, "", sentence)
-
-
-ARGV = ["dir/train_llm.py", "-e", "run", "--max-steps", "9"]
-AS_YOU_DID = "start it again in the same way, with -e run"
-
-
-@pytest.mark.parametrize(
-    ("place", "command"),
-    [
-        ({}, "dir/train_llm.py -e run --max-steps 9"),
-        (
-            {"TORCHELASTIC_RUN_ID": "x", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2"},
-            "-m torch.distributed.run --standalone --nproc-per-node 2 dir/train_llm.py -e run "
-            "--max-steps 9",
-        ),
-        (
-            {"TORCHELASTIC_RUN_ID": "x", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "4"},
-            AS_YOU_DID,
-        ),
-        ({"WORLD_SIZE": "2"}, AS_YOU_DID),  # from srun or mpirun
-        (
-            {
-                "LAUNCH_COMMAND": "NNODES=2 bash start.sh",
-                "LOCAL_WORLD_SIZE": "2",
-                "WORLD_SIZE": "4",
-            },
-            "NNODES=2 bash start.sh --max-steps 9 -e run",
-        ),
-    ],
-    ids=["alone", "one node", "two nodes", "srun", "two nodes with a launch file"],
-)
-def test_how_to_go_on(monkeypatch, place, command):
-    """Of several nodes a process sees its own alone: the whole command is its launch file's."""
-    monkeypatch.setattr(distributed, "_resume_command", "")
-    monkeypatch.setattr(sys, "argv", ARGV)
-    for name in ("TORCHELASTIC_RUN_ID", "LOCAL_WORLD_SIZE", "WORLD_SIZE", "LAUNCH_COMMAND"):
-        monkeypatch.delenv(name, raising=False)
-    for name, value in place.items():
-        monkeypatch.setenv(name, value)
-    opening, _, found = distributed.resume_command("run").partition(": ")
-    assert opening == "to resume it after a stop"
-    python = f"{sys.executable} ".replace(f"{Path.cwd()}/", "")
-    assert found.removeprefix(python) == command
-
-
-# What starts a process tells it its place in variables with these names.
-BY_TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-BY_MPIRUN = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK")
-BY_SRUN = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
-# By name: those that start the two ranks, and those around them, which started one process.
-STARTED_BY = {
-    "srun": (BY_SRUN,),
-    "mpirun": (BY_MPIRUN,),
-    "mpirun under srun": (BY_MPIRUN, BY_SRUN),
-    "torchrun under both": (BY_TORCHRUN, BY_SRUN, BY_MPIRUN),
-}
-
-
-def environments(world_size: int, inner: tuple[str, ...], *outer: tuple[str, ...]) -> list[dict]:
-    """Return the variables of each rank; the outer ones tell every process that it is alone."""
-    alone = {name: value for names in outer for name, value in zip(names, (0, 1, 0), strict=True)}
-    address = {"MASTER_ADDR": "localhost", "MASTER_PORT": free_port()}
-    return [
-        {**alone, **address, **dict(zip(inner, (rank, world_size, rank), strict=True))}
-        for rank in range(world_size)
-    ]
-
-
-@pytest.mark.parametrize("chapter", first_then_nightly(MULTI_NODE))
-def test_each_way_to_start_the_ranks(chapter, flags, tmp_path):
-    """Whoever tells a process its place: the same training. The innermost launcher is right."""
-    assert Ranks(2, [*flags, "-e", "torchrun"], chapter=chapter).finish() == [0, 0]
-    expected = [line["loss"] for line in read_metrics(tmp_path / "torchrun")]
-    assert len(expected) == 2
-    for name, launchers in STARTED_BY.items():
-        run = name.replace(" ", "-")
-        assert start_each([*flags, "-e", run], environments(2, *launchers), chapter) == [0, 0], name
-        assert [line["loss"] for line in read_metrics(tmp_path / run)] == expected, name
-
-
-def ask_srun_first() -> None:
-    distributed.LAUNCHERS = distributed.LAUNCHERS[::-1]
-
-
-def start_each(args: list[object], places: list[dict], chapter: object, **options) -> list[int]:
+def start_with(
+    names: tuple[str, ...], args: list[object], chapter: object, **options: object
+) -> list[int]:
+    """Start two ranks that find their place in variables of these names; return their statuses."""
+    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    address = {"MASTER_ADDR": "localhost", "MASTER_PORT": store.port}
+    address["TORCHELASTIC_USE_AGENT_STORE"] = "True"
     processes = []
-    for rank, place in enumerate(places):
+    for rank in range(2):
+        place = {**address, **dict(zip(names, (rank, 2, rank), strict=True))}
         own = {key: v[rank] if isinstance(v, list) else v for key, v in options.items()}
         processes.append(start(args, env=place, chapter=chapter, **own))
     return [finish(process) for process in processes]
 
 
-def test_the_outer_launcher_is_not_believed(flags, tmp_path):
-    """The planted bug asks srun first: both processes think that they are alone, in one folder."""
-    places = environments(2, *STARTED_BY["mpirun under srun"])
-    files = [str(tmp_path / f"stderr-{rank}") for rank in range(2)]
-    options = {"stderr_file": files, "plant": ask_srun_first}
-    assert 0 in start_each([*flags, "-e", "run"], places, MULTI_NODE[0], **options)
-    said = "".join(Path(file).read_text() for file in files)
-    assert "6 sequences x 1 device x 1 micro-batch" in said
-
-
-@pytest.mark.parametrize("chapter", first_then_nightly(MULTI_NODE))
-def test_a_batch_script_without_srun_is_a_world_of_one(chapter, flags, tmp_path):
-    """Slurm gives it a rank, and the number of tasks that it might start."""
+def test_ranks_of_srun_train_together_and_a_batch_script_alone(flags, tmp_path):
+    """Slurm gives a batch script a rank, and the number of tasks that it might start."""
+    files = stderr_files(tmp_path)
+    chapter = "03-multi-node"
+    assert start_with(SRUN, [*flags, "-e", "two"], chapter, stderr_file=files) == [0, 0]
+    assert "3 sequences x 2 devices x 1 micro-batch = 6" in Path(files[0]).read_text()
     place = {"SLURM_PROCID": 0, "SLURM_LOCALID": 0, "SLURM_NTASKS": 2}
-    file = str(tmp_path / "stderr")
-    assert start_each([*flags, "-e", "run"], [place], chapter, stderr_file=file) == [0]
-    assert "6 sequences x 1 device x 1 micro-batch = 6 sequences" in Path(file).read_text()
-    assert read_metrics(tmp_path / "run")[-1]["step"] == 2
+    arguments = [*flags, "-e", "one"]
+    assert finish(start(arguments, env=place, chapter=chapter, stderr_file=files[0])) == 0
+    assert "6 sequences x 1 device x 1 micro-batch = 6" in Path(files[0]).read_text()
+    one, two = ([m["loss"] for m in read_metrics(tmp_path / name)] for name in ("one", "two"))
+    assert one == pytest.approx(two, rel=1e-5) and len(one) == 2
 
 
-def argument_error_of_each_rank(chapter: object, flags: list[object], tmp_path: Path) -> list[str]:
-    files = [str(tmp_path / f"stderr-{rank}") for rank in range(2)]
-    options = {"stderr_file": files, "plant": functools.partial(head_start, 0.0)}
-    statuses = start_each([*flags, "--seed", "x"], environments(2, BY_SRUN), chapter, **options)
-    assert statuses == [2, 2]
-    return [Path(file).read_text() for file in files]
+# --- what a run says, and who says it ---
 
 
-def head_start(seconds: float) -> None:
-    """Set how long the other ranks wait for rank 0 to speak: nothing ends them here meanwhile."""
-    cli.HEAD_START_S = seconds
+def set_the_clock_by_rank() -> None:
+    seconds = 3600 * int(os.environ["RANK"])
+    strftime = time.strftime
+    distributed.time.strftime = lambda text, when=None: strftime(text, when or time.gmtime(seconds))
 
 
-@pytest.mark.parametrize("chapter", first_then_nightly(MULTI_NODE))
-def test_a_wrong_argument_under_srun_is_said_once(chapter, flags, tmp_path):
-    said = argument_error_of_each_rank(chapter, flags, tmp_path)
+@pytest.mark.parametrize("chapter", FIRST_AND_LAST)
+def test_rank_0_names_the_run_and_alone_speaks(chapter, flags, tmp_path):
+    """The ranks' clocks differ by an hour, and no name is given. Started again, the run is over."""
+    files = stderr_files(tmp_path)
+    (tmp_path / "outputs").mkdir()
+    arguments = [*flags, "--save-dir", tmp_path / "outputs"]
+    options = {"chapter": chapter, "stderr_file": files, "plant": set_the_clock_by_rank}
+    assert Ranks(2, arguments, **options).finish() == [0, 0]
+    (run_dir,) = (tmp_path / "outputs").iterdir()
+    assert re.match("gpt2-tiny-corpus-19700101-000000-", run_dir.name), "by the clock of rank 0"
+    said = [Path(file).read_text() for file in files]
+    assert "[rank 0] step 2/2 | loss " in said[0] and f"-e {run_dir.name}" in said[0]
+    assert said[1] == ""
+    before = (run_dir / "state.json").read_bytes()
+    assert Ranks(2, [*arguments, "-e", run_dir.name], **options).finish() == [0, 0]
+    said = Path(files[0]).read_text()
+    assert "this run is complete: all of its 2 steps are done" in said and "to resume" not in said
+    assert (run_dir / "state.json").read_bytes() == before
+
+
+def test_a_wrong_argument_under_srun_is_said_once(flags, tmp_path):
+    """Each rank reads the arguments, and they have not met yet."""
+    files = stderr_files(tmp_path)
+    options = {"stderr_file": files, "plant": speak_at_once}
+    assert start_with(SRUN, [*flags, "--seed", "x"], "03-multi-node", **options) == [2, 2]
+    said = [Path(file).read_text() for file in files]
     assert "argument --seed: 'x' is not a whole number" in said[0].splitlines()[-1]
     assert said[1] == ""
-    # The planted bug reads the arguments before it knows the rank.
-    first = "    # Sets RANK and the like"
-    early = plant(chapter, tmp_path / "chapter", [(first, f"    get_args()\n{first}")])
-    said = argument_error_of_each_rank(early, flags, tmp_path)
-    assert said[0] == said[1] != ""
-
-
-def test_an_error_of_another_rank_alone_is_said_by_it(flags, tmp_path):
-    files = [str(tmp_path / f"stderr-{rank}") for rank in range(2)]
-    options = {"chapter": "02-ddp", "stderr_file": files, "plant": fail_on_rank_1}
-    arguments = [*flags, "-e", "run", "--dist-timeout", 30]
-    assert Ranks(2, arguments, **options).finish() == [1, 2]
-    said = [said_by_ranks(Path(file).read_text()) for file in files]
-    assert said[1] == ["[rank 1] The disk of this node is full."]
-    assert said[0][1].startswith("The other ranks are gone or out of reach")
 
 
 def fail_on_rank_1() -> None:
+    say_it_soon()
     original = token_cache.find_source
 
     def find_source(*args: object):
@@ -525,8 +201,211 @@ def fail_on_rank_1() -> None:
     token_cache.find_source = find_source
 
 
-TIMEOUT = 5  # seconds, of the process group
-PREPARATION = 9  # seconds
+def test_an_error_of_another_rank_alone_is_said_by_it(flags, tmp_path):
+    files = stderr_files(tmp_path)
+    options = {"chapter": "02-ddp", "stderr_file": files, "plant": fail_on_rank_1}
+    assert Ranks(2, [*flags, "-e", "run"], **options).finish() == [1, 2]
+    said = [said_by_ranks(Path(file).read_text()) for file in files]
+    assert said[1] == ["[rank 1] The disk of this node is full."]
+    assert said[0][1].startswith("The other ranks are gone or out of reach")
+
+
+def test_a_port_in_use(flags, tmp_path):
+    """Another training has it: rank 0 says so, and rank 1 does not wait for that one for ever."""
+    other = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
+    processes, files = [], stderr_files(tmp_path)
+    for rank, file in enumerate(files):
+        place = {**PLACE, "MASTER_PORT": other.port, "RANK": rank, "LOCAL_RANK": rank}
+        arguments = [*flags, "-e", "run", "--dist-timeout", 2]  # rank 1 always waits so long
+        processes.append(start(arguments, env=place, chapter="02-ddp", stderr_file=file))
+    assert [finish(process) for process in processes] == [2, 1]
+    (sentence,) = said_by_ranks(Path(files[0]).read_text())
+    assert sentence.startswith(f"Port {other.port} is in use: give another MASTER_PORT")
+    where, sentence = said_by_ranks(Path(files[1]).read_text())
+    begin = r"\[rank 1\] .*/02-ddp/train_llm.py, line \d+: "
+    assert re.match(begin + r"dist.init_process_group\(", where)
+    assert sentence.startswith("[rank 1] The other ranks are gone or out of reach (")
+
+
+@pytest.mark.check
+def test_a_lost_peer_is_reported_with_the_last_line_of_the_repository(monkeypatch, tmp_path):
+    """Debian's folder of packages is dist-packages; a virtual environment is often inside."""
+    pattern = distributed.OWN_FILES.pattern.replace(re.escape(str(ROOT)), re.escape(str(tmp_path)))
+    monkeypatch.setattr(distributed, "OWN_FILES", re.compile(pattern))
+    script = tmp_path / "script.py"
+    script.write_text("def main():\n    fail()  # the line to show\n")
+    for folder in ("lib/dist-packages", ".venv/lib/site-packages"):
+        package = tmp_path / folder / "package.py"
+        package.parent.mkdir(parents=True)
+        package.write_text("def fail():\n    raise RuntimeError('[x] /gloo/pair.cc: closed')\n")
+        outside: dict = {}
+        for path in (package, script):
+            exec(compile(path.read_text(), str(path), "exec"), outside)
+        with pytest.raises(RuntimeError) as failed:
+            outside["main"]()
+        sentence, status = distributed._explain(failed.value)
+        assert status == 1
+        assert sentence.startswith(f"{script}, line 2: fail()  # the line to show\nThe other ranks")
+
+
+@pytest.mark.check
+def test_a_folder_that_cannot_be_written_is_one_sentence():
+    error = OSError(errno.EROFS, "Read-only file system", "/data/x")
+    sentence = "Cannot write /data/x: Read-only file system. Free space or choose a writable "
+    assert distributed._explain(error) == (sentence + "folder, then start again.", 2)
+
+
+AS_YOU_DID = "start it again in the same way, with -e run"
+
+
+@pytest.mark.check
+@pytest.mark.parametrize(
+    ("place", "command"),
+    [
+        ({}, "dir/train_llm.py -e run --max-steps 9"),
+        (
+            {"TORCHELASTIC_RUN_ID": "x", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2"},
+            "-m torch.distributed.run --standalone --nproc-per-node 2 dir/train_llm.py -e run "
+            "--max-steps 9",
+        ),
+        ({"TORCHELASTIC_RUN_ID": "x", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "4"}, AS_YOU_DID),
+        ({"WORLD_SIZE": "2"}, AS_YOU_DID),  # from srun or mpirun
+        (
+            {"LAUNCH_COMMAND": "NNODES=2 bash x.sh", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "4"},
+            "NNODES=2 bash x.sh --max-steps 9 -e run",
+        ),
+    ],
+    ids=["alone", "one node", "two nodes", "srun", "two nodes with a launch file"],
+)
+def test_how_to_resume(monkeypatch, place, command):
+    """Of several nodes a process sees its own alone: the whole command is its launch file's."""
+    monkeypatch.setattr(distributed, "_resume_command", "")
+    monkeypatch.setattr(sys, "argv", ["dir/train_llm.py", "-e", "run", "--max-steps", "9"])
+    for name in ("TORCHELASTIC_RUN_ID", "LOCAL_WORLD_SIZE", "WORLD_SIZE", "LAUNCH_COMMAND"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in place.items():
+        monkeypatch.setenv(name, value)
+    opening, _, found = distributed.resume_command("run").partition(": ")
+    assert opening == "to resume it after a stop"
+    python = f"{sys.executable} ".replace(f"{Path.cwd()}/", "")
+    assert found.removeprefix(python) == command
+
+
+# --- launch files ---
+
+
+@pytest.mark.check
+def test_plan_of_a_launch_file(monkeypatch, tmp_path):
+    """It finds the name wherever argparse finds it, and shares out the cores."""
+    monkeypatch.setattr(os, "cpu_count", lambda: 8)
+    monkeypatch.delenv("NPROC_PER_NODE", raising=False)
+    (tmp_path / "my.args").write_text("--experiment-name 'from-a-file'  # comment\n--seed 3\n")
+    assert plan(["-e", "a", "--save-dir", "b c"]) == ("a", "b c", 2, 4)
+    assert plan(["-ea", "-s", "32"]) == ("a", "outputs", 2, 4)
+    assert plan([f"@{tmp_path}/my.args", "--zero1"])[0] == "from-a-file"
+    assert plan([])[0].startswith("gpt2-tiny-python-stdlib-20")
+    monkeypatch.setenv("NPROC_PER_NODE", "3")
+    assert plan([])[2:] == (3, 2)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
+    monkeypatch.delenv("NPROC_PER_NODE")
+    assert plan([])[2:] == (4, 2)
+    monkeypatch.setenv("NPROC_PER_NODE", "gpu")
+    with pytest.raises(InputError, match="which is not a number of processes"):
+        plan([])
+
+
+@pytest.mark.check
+def test_runs_on_several_nodes_or_with_restarts_need_a_name(monkeypatch):
+    for nodes in ("2", "16", "1:2"):
+        monkeypatch.setenv("NNODES", nodes)
+        with pytest.raises(InputError, match=r"^A run on several nodes needs one name for all of"):
+            plan([])
+        assert plan(["-e", "run"])[0] == "run"
+    for nodes in ("two", "0", "1.5", "2:", "0:2", "1:2:3", "4:2", "1 "):
+        monkeypatch.setenv("NNODES", nodes)
+        with pytest.raises(InputError, match=f"^NNODES is '{nodes}', which is neither a number"):
+            plan(["-e", "run"])
+    monkeypatch.setenv("NNODES", "1")
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
+    with pytest.raises(InputError, match="With --max-restarts a run needs a name that stays: give"):
+        plan([])
+    assert plan(["-e", "run"])[0] == "run"
+
+
+def launch(*words: object, **env: object) -> subprocess.CompletedProcess:
+    command = ["bash", *map(str, words)]
+    return subprocess.run(command, env=environment(**env), capture_output=True, text=True)
+
+
+def test_a_launch_file_refuses_a_name_that_is_no_folder(tmp_path):
+    """Otherwise torchrun would make the folder of its logs outside of --save-dir."""
+    save_dir = tmp_path / "a/b"
+    save_dir.mkdir(parents=True)
+    done = launch(ROOT / "02-ddp/launch.sh", "--save-dir", save_dir, "-e", "../x", NPROC_PER_NODE=2)
+    sentence = "'../x' cannot be an experiment's name: it names a folder, so use letters, digits, "
+    assert (done.returncode, done.stdout) == (2, "")
+    assert done.stderr == sentence + "'-', '_' and '.'.\n"
+    assert [path.relative_to(tmp_path).as_posix() for path in tmp_path.rglob("*")] == ["a", "a/b"]
+
+
+@pytest.mark.ci
+def test_an_error_under_a_launch_file_is_said_once_and_kept(flags, tmp_path):
+    arguments = (*flags, "-e", "run", "--global-batch-size", 7)
+    done = launch(ROOT / "02-ddp/launch.sh", *arguments, NPROC_PER_NODE=2)
+    assert done.returncode == 1, "torchrun's own status"
+    sentence = "2 devices cannot share --global-batch-size 7 evenly: "
+    sentence += "give another number of devices, or a --global-batch-size that 2 divides."
+    assert said_by_ranks(done.stderr) == [sentence]
+    assert re.search(r"rank +: 0 \(local_rank: 0\)\n +exitcode +: 2", done.stderr)
+    (error_file,) = (tmp_path / "run/logs").glob("**/attempt_0/0/error.json")
+    assert sentence in error_file.read_text()
+
+
+@pytest.mark.check
+def test_slurm_warns_in_time():
+    """Ranks stop at the next logged step, and then save: that takes more than seconds."""
+    for job_file in ROOT.glob("*/*.sbatch"):
+        text = job_file.read_text()
+        options = dict(re.findall(r"^#SBATCH (--[\w-]+)(?:=(\S+))?", text, re.MULTILINE))
+        signal_name, _, seconds = options["--signal"].partition("@")
+        assert signal_name == "USR1", f"the ranks listen to another signal: {job_file}"
+        assert int(seconds) >= 60, f"{seconds} s are too few: {job_file}"
+        assert "--requeue" in options, f"the job does not return to the queue: {job_file}"
+
+
+@pytest.mark.check
+def test_both_job_files_decide_alike_what_comes_after():
+    """A fix of one of them is a fix of the other."""
+    files = [ROOT / "03-multi-node" / name for name in ("job.sbatch", "job_srun.sbatch")]
+    ends = [file.read_text().partition("# Requeue the job if")[2] for file in files]
+    assert ends[0] == ends[1] and "scontrol requeue" in ends[0]
+
+
+@pytest.mark.check
+@pytest.mark.parametrize(
+    ("group", "limits", "expected"),
+    [
+        ("/", {".": "5000"}, 5000),  # in a container, its own group looks like the top one
+        ("/slurm/job_1/step_0/task_0", {"slurm/job_1": "4000", "slurm": "max"}, 4000),
+        ("/slurm/job_1", {"slurm/job_1": "max", "slurm/job_2": "10"}, None),
+        (None, {}, None),
+    ],
+)
+def test_memory_is_limited_by_each_control_group(tmp_path, group, limits, expected):
+    if group:
+        (tmp_path / "proc/self").mkdir(parents=True)
+        (tmp_path / "proc/self/cgroup").write_text(f"12:cpu:/elsewhere\n0::{group}\n")
+    for folder, limit in limits.items():
+        path = tmp_path / "sys/fs/cgroup" / folder / "memory.max"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{limit}\n")
+    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert distributed.memory_bytes(tmp_path) == (expected or physical)
+
+
+# --- rank 0 prepares the data, and the others wait ---
+
+TIMEOUT, PREPARATION = 30, 40  # seconds: of the process group, and what tokenizing takes longer
 
 
 def prepare_slowly() -> None:
@@ -543,65 +422,23 @@ def prepare_slowly() -> None:
     token_cache.pack_documents = pack_documents
 
 
-def run_with_slow_preparation(chapter: str | Path, flags: list[object], tmp_path: Path) -> list:
-    files = [str(tmp_path / f"stderr-{rank}") for rank in range(3)]
+def run_with_slow_preparation(chapter: object, flags: list[object], tmp_path: Path) -> list[int]:
     arguments = [*flags, "-e", "run", "--dist-timeout", TIMEOUT]
-    options = {"chapter": chapter, "stderr_file": files, "plant": prepare_slowly}
-    return Ranks(3, arguments, env={"NOTES": tmp_path / "notes"}, **options).finish()
+    options = {"stderr_file": stderr_files(tmp_path), "plant": prepare_slowly}
+    env = {"NOTES": tmp_path / "notes"}
+    return Ranks(2, arguments, env=env, chapter=str(chapter), **options).finish()
 
 
-@pytest.mark.parametrize("chapter", first_then_nightly(DISTRIBUTED))
+@pytest.mark.ci
+@pytest.mark.parametrize("chapter", FIRST_AND_LAST)
 def test_preparation_may_last_longer_than_the_timeout(chapter, flags, tmp_path, corpus):
     corpus.write_text(corpus.read_text().replace("words", f"words in {chapter}"))  # not cached
-    assert run_with_slow_preparation(chapter, flags, tmp_path) == [0, 0, 0]
+    assert run_with_slow_preparation(chapter, flags, tmp_path) == [0, 0]
     assert len((tmp_path / "notes").read_text().splitlines()) == 1, "one process prepares"
     assert read_metrics(tmp_path / "run")[-1]["step"] == 2
 
 
-@pytest.mark.ci
-def test_waiting_in_a_barrier_is_noticed(flags, tmp_path, corpus):
-    """The planted bug: rank 0 prepares, and the others wait for it in a collective."""
-    corpus.write_text(corpus.read_text().replace("words", "barriers"))
-    line = "    train_data, eval_data = load_sequences(args, tokenizer, seq_length)\n"
-    wrong = (
-        f"    if rank:\n        dist.barrier()\n{line}    if not rank:\n        dist.barrier()\n"
-    )
-    chapter = plant("02-ddp", tmp_path / "chapter", [(line, wrong)])
-    assert set(run_with_slow_preparation(chapter, flags, tmp_path)) == {1}
-    said = "".join((tmp_path / f"stderr-{rank}").read_text() for rank in range(3))
-    assert "The other ranks are gone or out of reach (Timed out waiting" in said
-
-
-@pytest.mark.ci
-@pytest.mark.parametrize("chapter", ONE_MACHINE)
-def test_launch_file_keeps_logs_and_errors_of_each_rank(chapter, flags, tmp_path):
-    launch_file = ROOT / chapter / "launch.sh"
-
-    def run(*args: object) -> subprocess.CompletedProcess:
-        command = ["bash", launch_file, *flags, *args]
-        return subprocess.run(
-            [str(word) for word in command],
-            env=environment(NPROC_PER_NODE=2),
-            capture_output=True,
-            text=True,
-        )
-
-    done = run("-e", "run")
-    assert done.returncode == 0, done.stderr
-    assert "3 sequences x 2 devices x 1 micro-batch" in done.stdout + done.stderr
-    logs = tmp_path / "run/logs"
-    (rank_0,) = logs.glob("**/attempt_0/0/stderr.log")
-    assert "[rank 0] step 2/2" in rank_0.read_text()
-    assert [path.parent.name for path in sorted(logs.glob("**/attempt_0/*/stderr.log"))] == [
-        "0",
-        "1",
-    ]
-    goes_on = f"NPROC_PER_NODE=2 bash {chapter}/launch.sh -d "
-    assert goes_on in done.stdout + done.stderr
-    done = run("--experiment-name=other", "--global-batch-size", 7)
-    assert done.returncode == 1
-    (error_file,) = (tmp_path / "other/logs").glob("**/attempt_0/0/error.json")
-    assert "cannot share --global-batch-size 7" in error_file.read_text()
+# --- how processes end ---
 
 
 @pytest.mark.ci
@@ -629,64 +466,6 @@ def test_ctrl_c_reaches_all_ranks(flags, tmp_path):
     assert "forcefully exiting" not in said
 
 
-ENDS = """
-import atexit, sys, threading, time
-from common import distributed
-
-class Last:
-    def __del__(self):
-        print("interpreter")
-
-last = Last()
-atexit.register(print, "atexit")
-
-def main():
-    threading.Thread(target=lambda: (time.sleep(0.2), print("thread"))).start()
-    sys.exit(75)
-
-distributed.run(main)
-"""
-
-
-@pytest.mark.parametrize("world_size", [1, 2])
-def test_a_rank_among_others_skips_the_end_of_the_interpreter(tmp_path, world_size):
-    """It waits for threads, calls atexit functions, and flushes what was printed all the same."""
-    (tmp_path / "script.py").write_text(ENDS)
-    done = run_script(tmp_path / "script.py", WORLD_SIZE=world_size)
-    assert (done.returncode, done.stderr) == (75, "")
-    ends = ["thread", "atexit", "interpreter"]
-    assert done.stdout.split() == (ends if world_size == 1 else ends[:2])
-
-
-@pytest.mark.parametrize("chapter", first_then_nightly(DISTRIBUTED))
-def test_a_rank_ends_though_a_thread_of_gloo_is_late(chapter, flags, tmp_path):
-    assert end_late(chapter, flags, tmp_path) == [0, 0]
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("chapter", ["02-ddp", "03-multi-node"])
-def test_planted_process_group_freed_by_main_is_noticed(chapter, flags, tmp_path):
-    """Without DDP, nothing in main() holds the group: chapters 4 and 5 end either way."""
-    assert end_late(chapter, flags, tmp_path, plant=free_the_group)[0] is None
-
-
-def end_late(chapter: str, flags: list[object], tmp_path: Path, plant=None) -> list[int | None]:
-    """Run on two ranks; return their exit statuses, None if a rank that left has not ended.
-
-    With the planted bug, the ranks have 20 s to end.
-    """
-    options = {"chapter": chapter, "plant": plant or delay_gloo}
-    ranks = Ranks(2, [*flags, "-e", "run"], env={"LEFT": tmp_path / "left"}, **options)
-    for rank in range(2):
-        wait_for_file(tmp_path / f"left{rank}", ranks.processes[rank].is_alive)
-    for process in ranks.processes:
-        process.join(20 if plant else 300)
-    statuses = [process.exitcode for process in ranks.processes]
-    for process in ranks.processes:
-        process.kill()
-    return statuses
-
-
 def delay_gloo() -> None:
     """Rank 0 leaves the group while a thread of gloo still holds a tensor of Python's."""
     leave = dist.destroy_process_group
@@ -699,195 +478,47 @@ def delay_gloo() -> None:
             future.then(lambda _: time.sleep(1))
         future.wait()  # not for what its thread does then
         leave()
-        Path(os.environ["LEFT"] + os.environ["RANK"]).touch()
 
     dist.destroy_process_group = leave_early
 
 
-def free_the_group() -> None:
-    delay_gloo()
-    leave = dist.destroy_process_group
-
-    def let_go() -> None:
-        leave()
-        distributed._kept_group = None
-
-    dist.destroy_process_group = let_go
+def test_a_rank_ends_though_a_thread_of_gloo_is_late(flags):
+    """In chapters 4 and 5, other objects hold the group as well."""
+    options = {"chapter": "02-ddp", "plant": delay_gloo}
+    assert Ranks(2, [*flags, "-e", "run"], **options).finish() == [0, 0]
 
 
-def kill_torchrun(
-    command: list[object], file: Path, tmp_path: Path, patience_s: float = 60
-) -> list[int]:
-    """Start this, kill torchrun once there is the file, and return the workers that live on.
-
-    patience_s: seconds that the workers have to end.
-    """
-    with (tmp_path / "stderr").open("w") as stderr:
-        words = [str(word) for word in command]
-        agent = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=stderr)
-    workers = []
-    try:
-        wait_for_file(file, lambda: agent.poll() is None)
-        workers = children(agent.pid)
-    finally:
-        agent.kill()
-        agent.wait()
-    assert workers, "no worker was found"
-    deadline = time.monotonic() + patience_s
-    while (alive := [pid for pid in workers if is_alive(pid)]) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    for pid in alive:
-        os.kill(pid, signal.SIGKILL)
-    return alive
-
-
-def is_alive(pid: int) -> bool:
-    """A process that has ended stays as a zombie where nobody asks for its status."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in "ZX"
-    except OSError:
-        return False
+WAITS = """
+import sys, time
+from pathlib import Path
+from common import distributed
+distributed.prepare_environment()
+Path(sys.argv[1]).touch()
+time.sleep(900)
+"""
 
 
 @pytest.mark.ci
 @pytest.mark.skipif(sys.platform != "linux", reason="needs Linux, and its prctl")
-def test_workers_end_with_their_torchrun(flags, tmp_path):
-    """The planted bug, in a script that only waits: nothing ties it to the torchrun above it."""
-    launch_file = ["bash", ROOT / "02-ddp/launch.sh", *flags, "-e", "run"]
-    long = ["--max-steps", 10**5, "--ckpt-freq", 5]
-    assert kill_torchrun([*launch_file, *long], tmp_path / "run/state.json", tmp_path) == []
-    (tmp_path / "train_llm.py").write_text(
-        "import sys, time\n"
-        "from pathlib import Path\n"
-        "from common import distributed\n"
-        "distributed.PR_SET_PDEATHSIG = 0  # which prctl does not know\n"
-        "distributed.prepare_environment()\n"
-        "Path(sys.argv[1]).touch()\n"
-        "time.sleep(600)\n"
-    )
-    waiting = [sys.executable, *TORCHRUN, 1, tmp_path / "train_llm.py", tmp_path / "waits"]
-    assert len(kill_torchrun(waiting, tmp_path / "waits", tmp_path, patience_s=2)) == 1
+def test_ranks_end_with_their_torchrun(tmp_path):
+    (tmp_path / "train_llm.py").write_text(WAITS)
+    words = [sys.executable, *TORCHRUN, 1, tmp_path / "train_llm.py", tmp_path / "waits"]
+    torchrun = subprocess.Popen([*map(str, words)], cwd=ROOT)
+    try:
+        wait_for_file(tmp_path / "waits", lambda: torchrun.poll() is None)
+        (worker,) = map(psutil.Process, children(torchrun.pid))
+    finally:
+        torchrun.kill()
+        torchrun.wait()
+    deadline = time.monotonic() + 300
+    while not has_ended(worker):
+        assert time.monotonic() < deadline, "the rank lives on"
+        time.sleep(0.1)
 
 
-@pytest.mark.parametrize("nodes", first_then_nightly(["2", "1:2"]))
-def test_several_nodes_need_a_place_to_meet(nodes):
-    command = ["bash", ROOT / "03-multi-node/launch_torchrun.sh", "-e", "run"]
-    env = {**os.environ, "NNODES": nodes}
-    done = subprocess.run(command, env=env, capture_output=True, text=True, timeout=300)
-    assert done.returncode == 2
-    assert done.stderr == (
-        "A run on several nodes needs a rendezvous address: set HEAD=host:port.\n"
-    )
-
-
-# In place of what a launch file starts: a plan of 2 processes with 7 threads each; what Slurm says.
-STAND_IN = """#!/bin/bash
-case "$*" in
-    "-m common.distributed"*) printf '%s\\n' run "$OUTPUTS" 2 7 ;;
-    "show job"*) echo "   Command=$JOB_FILE" ;;
-    "show hostnames"*) echo node1 ;;
-    *) echo "$OMP_NUM_THREADS: ${0##*/} $1 $2" >>"$NOTES" ;;
-esac
-"""
-# launch_ssh.sh starts another launch file on each host.
-LAUNCH_FILES = [path for path in sorted(ROOT.glob("*/launch*.sh")) if path.stem != "launch_ssh"]
-LAUNCH_FILES.append(ROOT / "03-multi-node/job_srun.sbatch")
-
-
-def threads_of_ranks(launch_file: Path, tmp_path: Path, **variables: str) -> str:
-    """Return OMP_NUM_THREADS as a launch file sets it for the ranks that it starts."""
-    for name in ("python", "mpirun", "scontrol", "srun"):
-        (tmp_path / name).write_text(STAND_IN)
-        (tmp_path / name).chmod(0o755)
-    slurm = {"SLURM_JOB_ID": "1", "SLURM_JOB_NODELIST": "node1", "SLURM_NTASKS_PER_NODE": "2"}
-    env = {
-        **slurm,
-        "PATH": f"{tmp_path}:{os.environ['PATH']}",
-        "VIRTUAL_ENV": "active",  # launch files take `python` then
-        "JOB_FILE": str(launch_file),
-        "OUTPUTS": str(tmp_path),
-        "NOTES": str(tmp_path / "notes"),
-        **variables,
-    }
-    done = subprocess.run(["bash", launch_file], env=env, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    (noted,) = (tmp_path / "notes").read_text().splitlines()
-    threads, _, command = noted.partition(": ")
-    assert re.match(r"(python (-m torch\.distributed\.run )?|mpirun |srun )", command), command
-    return threads
-
-
-@pytest.mark.parametrize("launch_file", LAUNCH_FILES, ids=lambda path: "-".join(path.parts[-2:]))
-def test_processes_of_a_machine_share_its_cores(launch_file, tmp_path):
-    """Each has the threads of the plan, or what the reader has set; one process has all cores."""
-    alone = launch_file.parent.name == CHAPTERS[0]
-    assert threads_of_ranks(launch_file, tmp_path) == ("" if alone else "7")
-    (tmp_path / "notes").unlink()
-    assert threads_of_ranks(launch_file, tmp_path, OMP_NUM_THREADS="3") == "3"
-
-
-def test_planted_number_of_threads_is_noticed(tmp_path):
-    right = ROOT / CHAPTERS[1] / "launch.sh"
-    wrong = tmp_path / "02-ddp/launch.sh"
-    wrong.parent.mkdir()
-    wrong.write_text(right.read_text().replace("OMP_NUM_THREADS:-$THREADS", "OMP_NUM_THREADS:-1"))
-    assert threads_of_ranks(wrong, tmp_path) == "1"
-
-
-@pytest.mark.check
-@pytest.mark.parametrize("launcher", ["srun", "torchrun"])
-def test_a_run_that_was_stopped_does_not_look_complete(monkeypatch, tmp_path, capsys, launcher):
-    """Its status says: try again later. torchrun would do so at once, and is told that all is well.
-
-    The job file reads the file, which names the start of the job that was stopped.
-    """
-    place = {"RANK": "0", "SLURM_JOB_ID": "12", "SLURM_RESTART_COUNT": "3"}
-    if launcher == "torchrun":
-        place["TORCHELASTIC_RUN_ID"] = "run"
-    monkeypatch.setattr(os, "environ", place)
-    status = distributed.ask_for_requeue(tmp_path, step=7)
-    assert status == (0 if launcher == "torchrun" else os.EX_TEMPFAIL) and os.EX_TEMPFAIL
-    assert (tmp_path / "requeue").read_text() == "12 3\n"
-    assert "saved after step 7" in capsys.readouterr().err
-
-
-JOB_FILES = sorted(ROOT.glob("*/*.sbatch"))
-
-
-def check_that_slurm_warns_in_time(job_file: Path) -> None:
-    """Ranks stop at the next logged step, and then save: that takes more than seconds."""
-    options = re.findall(r"^#SBATCH (--[\w-]+)(?:=(\S+))?", job_file.read_text(), re.MULTILINE)
-    options = dict(options)
-    signal_name, _, seconds = options["--signal"].partition("@")
-    assert signal_name == "USR1", "the ranks listen to another signal"
-    assert int(seconds) >= 60, f"{seconds} s are too few"
-    assert "--requeue" in options, "the job does not return to the queue"
-
-
-@pytest.mark.check
-@pytest.mark.parametrize("job_file", JOB_FILES, ids=lambda path: "-".join(path.parts[-2:]))
-def test_slurm_warns_in_time(job_file):
-    check_that_slurm_warns_in_time(job_file)
-
-
-@pytest.mark.check
-@pytest.mark.parametrize(
-    ("right", "wrong", "complaint"),
-    [
-        ("USR1@120", "USR1@2", "2 s are too few"),
-        ("USR1@", "USR2@", "the ranks listen to another"),
-        ("#SBATCH --requeue", "#SBATCH --no-requeue", "the job does not return"),
-    ],
-)
-def test_planted_warning_that_is_no_use(tmp_path, right, wrong, complaint):
-    path = tmp_path / "job.sbatch"
-    path.write_text(JOB_FILES[0].read_text().replace(right, wrong))
-    with pytest.raises(AssertionError, match=f"^{complaint}"):
-        check_that_slurm_warns_in_time(path)
-
-
-def test_both_job_files_decide_alike_what_comes_after():
-    """A mend of one of them is a mend of the other."""
-    files = [ROOT / "03-multi-node" / name for name in ("job.sbatch", "job_srun.sbatch")]
-    ends = [file.read_text().partition("# Requeue the job if")[2] for file in files]
-    assert ends[0] == ends[1] and "scontrol requeue" in ends[0]
+def has_ended(process: psutil.Process) -> bool:
+    """A process that has ended stays as a zombie where nobody asks for its status."""
+    try:
+        return process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True

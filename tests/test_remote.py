@@ -1,16 +1,13 @@
 """Runs and data at an address, against an S3 server that the tests start on this machine.
 
-What a cut connection leaves is a checkpoint or is none; requests fail one after the other, and a
-proxy is closed in the middle of a save.
+What a lost connection leaves is a checkpoint or is none: requests fail one after the other.
 """
 
-import contextlib
 import json
 import logging
 import os
 import socket
 import sys
-import threading
 import urllib.request
 import uuid
 from collections.abc import Callable, Iterator
@@ -41,62 +38,6 @@ SENTENCE = (
     "make sure that it can be reached, then start the same command again to resume from the last"
 )
 TRAINING = {"model": "tiny"}
-
-
-class Proxy:
-    """A TCP proxy before the server. `cut` closes it, `mend` opens it at the same port again.
-
-    cut_at: bytes; from the time that a request holds them on, `after` more pass before it is cut.
-    """
-
-    def __init__(self, server: tuple[str, int]) -> None:
-        self.server, self.port = server, 0
-        self.cut_at, self.after, self.was_cut = None, 0, False
-        self.mend()
-
-    def mend(self) -> None:
-        self.cut_at, self.sockets = None, []
-        self.listener = socket.create_server(("127.0.0.1", self.port))
-        self.port = self.listener.getsockname()[1]
-        threading.Thread(target=self._accept, args=(self.listener,), daemon=True).start()
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self.port}"
-
-    def cut(self) -> None:
-        self.was_cut = True
-        self.listener.shutdown(socket.SHUT_RDWR)  # wakes who accepts
-        self.listener.close()
-        for each in self.sockets:
-            with contextlib.suppress(OSError):  # one that has ended already
-                each.shutdown(socket.SHUT_RDWR)  # closed only, it would stay while a thread reads
-            each.close()
-
-    def _accept(self, listener: socket.socket) -> None:
-        while True:
-            try:
-                client, _ = listener.accept()
-            except OSError:
-                return
-            server = socket.create_connection(self.server)
-            self.sockets += [client, server]
-            for pair in ((client, server), (server, client)):
-                threading.Thread(target=self._pump, args=pair, daemon=True).start()
-
-    def _pump(self, source: socket.socket, target: socket.socket) -> None:
-        left = None
-        try:
-            while data := source.recv(2**16):
-                if left is None and self.cut_at and self.cut_at in data:
-                    left = self.after
-                if left is not None and (left := left - len(data)) < 0:
-                    self.cut()
-                    return
-                target.sendall(data)
-            target.shutdown(socket.SHUT_WR)
-        except OSError:  # closed by the other direction, or cut
-            return
 
 
 @pytest.fixture(scope="module")
@@ -177,20 +118,18 @@ def texts(make_folder) -> Path:
 
 
 @pytest.fixture(scope="module")
-def straight(texts) -> dict[str, Path]:
-    """Return, by chapter, a run on this machine's disk that nobody disturbed."""
-    folder = texts.parent
-    arguments = ["-d", texts, *SMALL, "--save-dir", folder, "-e"]
-    assert finish(start([*arguments, "01-single-gpu"])) == 0
-    for chapter in ("02-ddp", "04-fsdp"):
-        assert Ranks(2, [*arguments, chapter], chapter=chapter).finish() == [0, 0]
-    return {path.name: path for path in folder.iterdir() if path.is_dir()}
+def straight(texts) -> Path:
+    """Return a run of chapter 1 on this machine's disk that nobody disturbed."""
+    arguments = ["-d", texts, *SMALL, "--save-dir", texts.parent, "-e", "straight"]
+    assert finish(start(arguments)) == 0
+    return texts.parent / "straight"
 
 
 # --- whole runs ---
 
 
-@pytest.mark.parametrize("place", ["s3", "memory", "file"])
+@pytest.mark.ci
+@pytest.mark.parametrize("place", first_then_nightly(["s3", "memory", "file"]))
 def test_all_of_a_run_at_an_address(place, server, run, straight, texts, tmp_path):
     address = {"s3": "s3://bucket/all", "memory": "memory://all", "file": f"file://{tmp_path}"}
     data = f"{address[place]}/data/corpus.json"
@@ -200,7 +139,7 @@ def test_all_of_a_run_at_an_address(place, server, run, straight, texts, tmp_pat
     assert status == 0, lines
     run_dir = storage.as_path(f"{address[place]}/runs/run")
     assert any(f"the run's folder is {run_dir}; " in line for line in lines)
-    assert losses(run_dir) == losses(straight["01-single-gpu"])
+    assert losses(run_dir) == losses(straight)
     found = {path.removeprefix(run_dir.path + "/") for path in run_dir.fs.find(run_dir.path)}
     files = {
         f"checkpoints/step-0000000{n}/{f}" for n in (6, 8) for f in (".metadata", "__0_0.distcp")
@@ -212,75 +151,72 @@ def test_all_of_a_run_at_an_address(place, server, run, straight, texts, tmp_pat
     run_dir.fs.rm((run_dir / "checkpoints/step-00000008").path, recursive=True)
     status, lines = run(*args)
     assert status == 0 and any("resumed after step 6 of 8" in line for line in lines), lines
-    assert losses(run_dir) == losses(straight["01-single-gpu"])
+    assert losses(run_dir) == losses(straight)
     status, lines = run(*args)
     assert status == 0 and any("this run is complete" in line for line in lines)
 
 
-CUT = [("01-single-gpu", ()), ("02-ddp", ()), ("04-fsdp", ("--async-checkpoint",))]
+class Requests:
+    """Counts the requests of s3fs, or only those that change something.
+
+    From the one numbered `fail_at` on, all that it counts fail.
+    """
+
+    def __init__(self, patch: pytest.MonkeyPatch, changes: bool) -> None:
+        self.count, self.fail_at = 0, None
+        original = s3fs.core._error_wrapper
+
+        async def call(function: Callable, **options: object) -> object:
+            name = function.__name__
+            if not changes or name.startswith(("put", "copy", "delete", "create", "upload")):
+                self.count += 1
+                if self.fail_at is not None and self.count >= self.fail_at:
+                    raise ConnectionResetError("planted")
+            return await original(function, **options)
+
+        patch.setattr(s3fs.core, "_error_wrapper", call)
 
 
-@pytest.mark.parametrize(
-    ("chapter", "options"), first_then_nightly(CUT), ids=[chapter for chapter, _ in CUT]
-)
-def test_a_connection_cut_in_a_save(chapter, options, server, bucket, straight, texts, tmp_path):
-    """A megabyte into the first file of the second checkpoint: of more it has 13 or 7."""
-    proxy = Proxy(server)
-    proxy.cut_at, proxy.after = b"/step-00000004/__0_0.distcp", 2**20
-    args = ["-d", texts, *SMALL, *options, "--save-dir", bucket, "-e", "run"]
-    ranks = 1 if chapter == "01-single-gpu" else 2
+def lose_the_store() -> None:
+    """On rank 0, no request succeeds any more when the files of the second save are written."""
+    tracker.SEEN_WITHIN_S, cli.HEAD_START_S = 0.3, 0.0
+    patch, commit = pytest.MonkeyPatch(), save_load.commit_checkpoint
 
+    def lose(run_dir: Path, path: Path, unfinished: Path, step: int, *args: object) -> None:
+        if step == 4:
+            Requests(patch, changes=False).fail_at = 1
+        commit(run_dir, path, unfinished, step, *args)
+
+    save_load.commit_checkpoint = lose
+
+
+@pytest.mark.nightly
+def test_a_store_that_goes_away_in_a_save(server, bucket, straight, texts, tmp_path):
+    """Chapter 2 on two ranks ends in one sentence, and resumes from the save before."""
+    args = ["-d", texts, *SMALL, "--save-dir", bucket, "-e", "run"]
     # What starts processes may itself have been started before the credentials were set.
     aws = {name: value for name, value in os.environ.items() if name.startswith("AWS_")}
-
-    def train() -> list[int]:
-        own = {**aws, "AWS_ENDPOINT_URL": proxy.url}
-        given = {"env": own, "chapter": chapter, "plant": hurry}
-        if ranks == 1:
-            return [finish(start(args, stderr_file=str(tmp_path / "stderr-0"), **given))]
-        files = [str(tmp_path / f"stderr-{rank}") for rank in range(ranks)]
-        return Ranks(ranks, args, stderr_file=files, **given).finish()
-
-    statuses = train()
-    said = (tmp_path / "stderr-0").read_text()
-    assert statuses[0] == 2 and proxy.was_cut and "Traceback" not in said, said
-    sentence = said.splitlines()[-1]
-    assert "Could not connect to the endpoint" in sentence
-    assert SENTENCE in sentence
-    if not options:
-        assert statuses == [2] * ranks
-        assert "The checkpoint of step 4 could not be written to s3://" in sentence
+    files = [str(tmp_path / f"stderr-{rank}") for rank in range(2)]
+    options = {"env": aws, "chapter": "02-ddp", "stderr_file": files}
+    assert Ranks(2, args, **options, plant=lose_the_store).finish() == [2, 2]
+    said = Path(files[0]).read_text()
+    assert "Traceback" not in said and SENTENCE in said.splitlines()[-1]
+    assert "The checkpoint of step 4 could not be written to s3://" in said.splitlines()[-1]
     state = json.loads(store().cat_file(f"{bucket}/run/state.json"))
     assert [each["step"] for each in state["checkpoints"]] == [2]
-    found = steps_below(f"{bucket}/run")
-    assert found <= {"step-00000002", "step-00000004"} and "step-00000002" in found
-    proxy.mend()
-    assert train() == [0] * ranks
-    assert "resumed after step 2 of 8" in (tmp_path / "stderr-0").read_text()
-    run_dir = storage.as_path(f"{bucket}/run")
-    assert losses(run_dir) == losses(straight[chapter])
+    assert Ranks(2, args, **options).finish() == [0, 0]
+    assert "resumed after step 2 of 8" in Path(files[0]).read_text()
+    assert losses(storage.as_path(f"{bucket}/run")) == pytest.approx(losses(straight), rel=1e-5)
     found = steps_below(f"{bucket}/run")
     assert found == {"step-00000006", "step-00000008"}, "nothing half-written stays"
 
 
-def hurry() -> None:
-    tracker.SEEN_WITHIN_S = 0.3
-    cli.HEAD_START_S = 0.0
-
-
-def test_a_place_that_the_ranks_do_not_share(texts, tmp_path):
-    """The memory of a process is its own: the check of folders finds that too."""
-    args = ["-d", texts, *SMALL, "--save-dir", "memory://runs", "-e", "run"]
-    files = [str(tmp_path / f"stderr-{rank}") for rank in range(2)]
-    assert Ranks(2, args, chapter="02-ddp", stderr_file=files, plant=hurry).finish() == [2, 2]
-    assert "does not see memory://runs/run of rank 0" in Path(files[0]).read_text()
-
-
+@pytest.mark.nightly
 def test_export(server, bucket, straight, monkeypatch, tmp_path, capsys):
-    store().put(str(straight["01-single-gpu"]), f"{bucket}/run", recursive=True)
+    store().put(str(straight), f"{bucket}/run", recursive=True)
     script = load_script(ROOT / "04-fsdp/export.py")
     folders = [tmp_path / "remote", tmp_path / "local"]
-    for source, target in zip((f"{bucket}/run", straight["01-single-gpu"]), folders, strict=True):
+    for source, target in zip((f"{bucket}/run", straight), folders, strict=True):
         monkeypatch.setattr(sys, "argv", ["export.py", str(source), str(target)])
         script.main()
     one, other = [(folder / "model.safetensors").read_bytes() for folder in folders]
@@ -289,7 +225,7 @@ def test_export(server, bucket, straight, monkeypatch, tmp_path, capsys):
         trained_model.load_trained(str(place), None, None, None)
         .model(torch.tensor([[1, 2]]))
         .logits
-        for place in (f"{bucket}/run", straight["01-single-gpu"])
+        for place in (f"{bucket}/run", straight)
     ]
     assert torch.equal(*logits)
     for source, reason in (("s3://nowhere/run", "no state.json"), (bucket, "no state.json")):
@@ -324,6 +260,7 @@ def refuse(run, texts):
     return refuse
 
 
+@pytest.mark.nightly
 def test_no_such_bucket(server, refuse):
     saving, reading = refuse("s3://nowhere/runs")
     assert "Cannot write to s3://nowhere/runs/run (The specified bucket does not exist)" in saving
@@ -331,6 +268,7 @@ def test_no_such_bucket(server, refuse):
     assert not store().exists("nowhere"), "s3fs would have made it"
 
 
+@pytest.mark.nightly
 def test_wrong_credentials(server, refuse):
     answer_to(server, 0)
     try:
@@ -342,6 +280,7 @@ def test_wrong_credentials(server, refuse):
         assert "check the address and the credentials" in sentence
 
 
+@pytest.mark.nightly
 def test_no_server(server, refuse, monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as other:
         url = f"http://127.0.0.1:{other.getsockname()[1]}"
@@ -354,6 +293,7 @@ def test_no_server(server, refuse, monkeypatch):
         s3fs.S3FileSystem.clear_instance_cache()
 
 
+@pytest.mark.nightly
 def test_packages_that_are_missing(refuse, monkeypatch):
     for address, module in (("s3://bucket", "s3fs"), ("gs://bucket", "gcsfs"), ("s3://b", "upath")):
         with monkeypatch.context() as patch:
@@ -389,27 +329,6 @@ def load(run_dir: Path) -> tuple[int, float]:
     save_load.load_checkpoint(found, model, optimizer, LambdaLR(optimizer, lambda step: 1.0), state)
     (value,) = {number for each in model.parameters() for number in each.flatten().tolist()}
     return state["step"], value
-
-
-class Requests:
-    """Counts the requests of s3fs, or only those that change something.
-
-    From the one numbered `fail_at` on, all that it counts fail.
-    """
-
-    def __init__(self, patch: pytest.MonkeyPatch, changes: bool) -> None:
-        self.count, self.fail_at = 0, None
-        original = s3fs.core._error_wrapper
-
-        async def call(function: Callable, **options: object) -> object:
-            name = function.__name__
-            if not changes or name.startswith(("put", "copy", "delete", "create", "upload")):
-                self.count += 1
-                if self.fail_at is not None and self.count >= self.fail_at:
-                    raise ConnectionResetError("planted")
-            return await original(function, **options)
-
-        patch.setattr(s3fs.core, "_error_wrapper", call)
 
 
 Saved = tuple[int, float]
@@ -461,24 +380,20 @@ def run_dir(bucket) -> Path:
     return storage.as_path(bucket) / "run"
 
 
-def test_first_save_cut_at_each_change(run_dir, monkeypatch):
-    assert fail_at_each_request(run_dir, monkeypatch, [], (1, 1.0)) >= 5
-
-
-@pytest.mark.ci
+@pytest.mark.nightly
 def test_third_save_cut_at_each_change(run_dir, monkeypatch):
     """It deletes the first one."""
     assert fail_at_each_request(run_dir, monkeypatch, [(1, 1.0), (2, 2.0)], (3, 3.0)) >= 6
 
 
-@pytest.mark.ci
+@pytest.mark.nightly
 def test_third_save_cut_at_questions_too(run_dir, monkeypatch):
     """A store that does not answer has not said that there is nothing."""
     before = [(1, 1.0), (2, 2.0)]
     assert fail_at_each_request(run_dir, monkeypatch, before, (3, 3.0), changes=False) >= 30
 
 
-@pytest.mark.ci
+@pytest.mark.nightly
 def test_save_of_a_step_that_is_recorded_cut_at_each_change(run_dir, monkeypatch):
     """As after a return to an older checkpoint, by somebody who has not deleted all newer ones."""
     assert fail_at_each_request(run_dir, monkeypatch, [(1, 1.0), (2, 2.0)], (2, 3.0)) >= 7
@@ -499,74 +414,17 @@ def record_first(patch: pytest.MonkeyPatch) -> None:
     patch.setattr(save_load, "make_room", plant)
 
 
-def believe_the_names(patch: pytest.MonkeyPatch) -> None:
-    """The newest folder counts, whatever state.json says."""
-    find = manifest.find_checkpoint
-
-    def plant(run_dir: Path, training: dict) -> Path | None:
-        find(run_dir, training)
-        return max((run_dir / "checkpoints").glob("step-*"), key=lambda path: path.name)
-
-    patch.setattr(manifest, "find_checkpoint", plant)
-
-
-def keep_the_record(patch: pytest.MonkeyPatch) -> None:
-    """The record of a step stays while its files are overwritten."""
-    patch.setattr(save_load, "make_room", lambda *_: None)
-
-
-@pytest.mark.parametrize(
-    ("plant", "step", "noticed"),
-    first_then_nightly(
-        [
-            (record_first, 3, "step-00000003 cannot be read: there is no "),
-            (believe_the_names, 3, "step-00000003 cannot be read: there is no "),
-            (keep_the_record, 2, "__0_0.distcp is damaged: delete "),
-        ]
-    ),
-)
-def test_planted_bug_is_noticed(plant, step, noticed, run_dir, monkeypatch):
-    plant(monkeypatch)
+def test_planted_record_before_the_files_is_noticed(run_dir, monkeypatch):
+    record_first(monkeypatch)
+    noticed = "step-00000003 cannot be read: there is no "
     with pytest.raises((AssertionError, InputError), match=noticed):
-        fail_at_each_request(run_dir, monkeypatch, [(1, 1.0), (2, 2.0)], (step, 3.0))
+        fail_at_each_request(run_dir, monkeypatch, [(1, 1.0), (2, 2.0)], (3, 3.0))
 
 
 # --- what is in a checkpoint ---
 
 
-def log_while_the_store_is_away(run_dir: Path, monkeypatch, log: Callable) -> list[dict]:
-    """Log two steps while no request to the store succeeds, then save; return what is in the store.
-
-    log: called with the tracker and the metrics of a step.
-    """
-    storage.local_run_dir(run_dir).mkdir(parents=True, exist_ok=True)
-    monkeypatch.setenv("WANDB_MODE", "disabled")
-    metrics = tracker.Tracker(run_dir, {}, 0)
-    with monkeypatch.context() as patch:
-        requests = Requests(patch, changes=False)
-        requests.fail_at = 1
-        for step in (1, 2):
-            log(metrics, {"step": step, "loss": 3.0})
-        assert requests.count == 0, "a step asks the store"
-    save(run_dir, 2, 1.0)
-    lines = (run_dir / "metrics.jsonl").read_text().splitlines()
-    return [json.loads(line) for line in lines]
-
-
-def test_a_store_that_is_away_between_two_saves(run_dir, monkeypatch):
-    lines = log_while_the_store_is_away(run_dir, monkeypatch, tracker.Tracker.log)
-    assert [line["step"] for line in lines] == [1, 2]
-
-
-def test_planted_upload_with_each_line(run_dir, monkeypatch):
-    def log_and_upload(metrics: tracker.Tracker, line: dict) -> None:
-        metrics.log(line)
-        storage.upload(run_dir, "metrics.jsonl")
-
-    with pytest.raises((AssertionError, InputError, OSError)):
-        log_while_the_store_is_away(run_dir, monkeypatch, log_and_upload)
-
-
+@pytest.mark.nightly
 def test_a_flipped_bit_and_the_way_back(run_dir):
     storage.local_run_dir(run_dir).mkdir(parents=True, exist_ok=True)
     for step in (1, 2):
@@ -585,6 +443,7 @@ def test_a_flipped_bit_and_the_way_back(run_dir):
     assert load(run_dir) == (1, 1.0)
 
 
+@pytest.mark.nightly
 def test_a_run_moves_from_a_store_to_a_disk_and_back(run_dir, tmp_path, monkeypatch):
     """Another store has other marks, a disk has none: then the checksums are compared."""
     storage.local_run_dir(run_dir).mkdir(parents=True, exist_ok=True)
@@ -600,32 +459,10 @@ def test_a_run_moves_from_a_store_to_a_disk_and_back(run_dir, tmp_path, monkeypa
         load(back)
 
 
-def test_what_is_unchanged_is_not_read_to_be_compared(run_dir, monkeypatch):
-    storage.local_run_dir(run_dir).mkdir(parents=True, exist_ok=True)
-    fetched = []
-    original = s3fs.core.S3File._fetch_range
-
-    def fetch(self, begin: int, end: int) -> bytes:
-        content = original(self, begin, end)
-        fetched.append((self.path, len(content)))
-        return content
-
-    monkeypatch.setattr(s3fs.core.S3File, "_fetch_range", fetch)
-    save(run_dir, 1, 1.0)
-    assert {Path(path).name for path, _ in fetched} == {".metadata"}, "no tensor is read back"
-    found = manifest.find_checkpoint(run_dir, TRAINING)
-    fetched.clear()
-    assert manifest.find_checkpoint(run_dir, TRAINING) == found
-    assert {Path(path).name for path, _ in fetched} == {"state.json"}
-    fetched.clear()
-    load(run_dir)
-    size = (found / "__0_0.distcp").stat().st_size
-    assert sum(n for path, n in fetched if path.endswith("__0_0.distcp")) == size, "once"
-
-
 # --- data ---
 
 
+@pytest.mark.nightly
 def test_a_folder_is_fetched_once_and_again_when_it_changes(bucket):
     fs = store()
     for name, text in {
@@ -649,23 +486,10 @@ def test_a_folder_is_fetched_once_and_again_when_it_changes(bucket):
         mirror(bucket, (".csv",))
 
 
-def test_a_copy_that_was_cut_is_none(bucket, monkeypatch):
-    store().pipe_file(f"{bucket}/a.txt", b"text" * 1000)
-
-    def get(names: list[str], targets: list[str]) -> None:
-        for target in targets:
-            Path(target).write_bytes(b"text")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(storage.as_path(bucket).fs, "get", get)
-        with pytest.raises(InputError, match="has 4000 bytes, and 4 arrived"):
-            mirror(bucket, (".txt",))
-    assert (mirror(bucket, (".txt",)) / "a.txt").read_bytes() == b"text" * 1000
-
-
 # --- what stays on this machine ---
 
 
+@pytest.mark.nightly
 def test_launch_files_and_job_scripts_find_their_folder(run_dir, monkeypatch):
     """They read $SAVE_DIR/$NAME/requeue and state.json, and write the logs of the ranks there."""
     name, save_dir, *_ = distributed.plan(["-e", "run", "--save-dir", str(run_dir.parent)])
@@ -682,6 +506,7 @@ def test_launch_files_and_job_scripts_find_their_folder(run_dir, monkeypatch):
     assert distributed.plan(["--save-dir", "outputs", "-e", "run"])[1] == "outputs"
 
 
+@pytest.mark.nightly
 def test_a_second_process_in_the_same_run(run_dir, monkeypatch):
     here = storage.local_run_dir(run_dir)
     here.mkdir(parents=True, exist_ok=True)

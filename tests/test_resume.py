@@ -1,170 +1,112 @@
-"""A run that was stopped, however it was stopped, goes on as if it had not been."""
+"""A run of chapter 1 that was stopped, however it was stopped, goes on as if it had not been."""
 
-import errno
 import json
 import os
 import random
 import re
 import shutil
 import signal
-import time
+import sys
+import tempfile
 import types
-from itertools import pairwise
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from helpers import (
     EXACT,
     RESUMED_STEPS,
+    ROOT,
+    Runs,
+    assert_exact,
     assert_same_tensors,
-    first_then_nightly,
-    make_flags,
+    go_back_to,
     read_metrics,
+    write_narrow,
 )
-from runner import SAVE_STAGES, finish, start
-from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
+from runner import SAVE_STAGES
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch.optim.lr_scheduler import LambdaLR
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from common import checkpoint
-from common.checkpoint import files, manifest, save_load
-from common.checkpoint.files import Writer
-from common.checkpoint.manifest import measure_file
-from common.cli import InputError
+from common.checkpoint import manifest, save_load
 from common.data import ResumableSampler
 
-STEPS = RESUMED_STEPS
-
 
 @pytest.fixture(scope="module")
-def flags(make_folder) -> list[object]:
-    return make_flags(make_folder("inputs"))
-
-
-class Runs:
-    """Runs of chapter 1 in one folder: their metrics, samples and final parameters."""
-
-    def __init__(self, folder: Path, flags: list[object]) -> None:
-        self.folder, self.flags = folder, flags
-
-    def start(self, name: str, **options: object):
-        options = {"samples_file": str(self.folder / f"{name}.samples"), **options}
-        return start([*self.flags, "--save-dir", self.folder, "-e", name], **options)
-
-    def finish(self, name: str, **options: object) -> int:
-        return finish(self.start(name, **options))
-
-    def metrics(self, name: str) -> list[dict]:
-        return read_metrics(self.folder / name)
-
-    def samples(self, name: str) -> list[list[int]]:
-        lines = (self.folder / f"{name}.samples").read_text().splitlines()
-        return [json.loads(line) for line in lines]
-
-    def state(self, name: str) -> dict:
-        return json.loads((self.folder / name / "state.json").read_text())
-
-    def tensors(self, name: str) -> dict:
-        """Return all that the newest checkpoint holds."""
-        path = self.folder / name / self.state(name)["checkpoints"][-1]["path"]
-        dcp_to_torch_save(path, self.folder / f"{name}.pt")
-        return torch.load(self.folder / f"{name}.pt", weights_only=False)
-
-    def stopped_after(self, name: str) -> tuple[int, int]:
-        """Return (steps trained so far, step that the run will resume after)."""
-        return len(self.samples(name)), self.state(name)["checkpoints"][-1]["step"]
-
-
-@pytest.fixture(scope="module")
-def straight(make_folder, flags) -> Runs:
-    runs = Runs(make_folder("straight"), flags)
-    assert runs.finish("straight") == 0
-    metrics = runs.metrics("straight")
-    assert metrics[-1]["step"] == STEPS and metrics[-1]["epoch"] >= 2
+def runs(make_folder) -> Runs:
+    """With a run that nobody stops."""
+    runs = Runs(make_folder("runs"))
+    assert runs.finish("straight", "--keep-checkpoints", 9) == [0]
+    last = read_metrics(runs.folder / "straight")[-1]
+    assert last["step"] == RESUMED_STEPS and last["epoch"] >= 2
     return runs
 
 
-@pytest.fixture
-def runs(tmp_path, flags) -> Runs:
-    return Runs(tmp_path, flags)
+KILLS = [
+    pytest.param({"kill_after_steps": 23}, id="in the second epoch"),
+    *(
+        pytest.param(
+            {"kill_in_save": (4, stage)}, marks=[pytest.mark.ci] if number else [], id=stage
+        )
+        for number, stage in enumerate(SAVE_STAGES)
+    ),
+]
 
 
-def assert_same_training(straight: Runs, runs: Runs, trained: int, resumed_after: int) -> None:
-    """The run "stopped" and what it did after its stop, against the straight one: bit by bit."""
-    expected, found = straight.metrics("straight"), runs.metrics("stopped")
-    assert [line["step"] for line in found] == [line["step"] for line in expected]
-    for key in EXACT:
-        assert [line.get(key) for line in found] == [line.get(key) for line in expected], key
-    samples = straight.samples("straight")
-    assert runs.samples("stopped") == samples[:trained] + samples[resumed_after:]
-    assert_same_tensors(straight.tensors("straight"), runs.tensors("stopped"))
-
-
-def test_after_ctrl_c(straight, runs, tmp_path):
-    process = runs.start("stopped", stderr_file=str(tmp_path / "stderr"), pause=0.05)
-    deadline = time.monotonic() + 120
-    metrics = tmp_path / "stopped/metrics.jsonl"
-    while not (metrics.exists() and len(metrics.read_text().splitlines()) > 6):
-        assert time.monotonic() < deadline and process.is_alive()
-        time.sleep(0.01)
-    os.kill(process.pid, signal.SIGINT)
-    assert finish(process) == 130
-    message = (tmp_path / "stderr").read_text().splitlines()[-1]
-    assert message.startswith("Interrupted; to resume it") and message.endswith(" -e stopped")
-    stop = runs.stopped_after("stopped")
-    assert 0 < stop[1] < STEPS
-    assert runs.finish("stopped") == 0
-    assert_same_training(straight, runs, *stop)
-
-
-def test_after_kill_9_in_a_later_epoch(straight, runs):
-    step = random.randrange(16, STEPS)
-    assert runs.finish("stopped", kill_after_steps=step) == -signal.SIGKILL
-    stop = runs.stopped_after("stopped")
-    assert stop == (step, (step - 1) // 5 * 5), "the checkpoint before the kill"
-    assert runs.finish("stopped") == 0
-    assert_same_training(straight, runs, *stop)
-
-
-@pytest.mark.parametrize("stage", first_then_nightly(SAVE_STAGES))
-def test_after_kill_9_in_a_save(straight, runs, stage):
-    assert runs.finish("stopped", kill_in_save=(4, stage)) == -signal.SIGKILL
-    trained, resumed_after = runs.stopped_after("stopped")
-    # What is no longer kept is deleted while the training goes on, until the next save.
-    assert 20 <= trained <= (25 if stage == "committed" else 20)
-    assert resumed_after == (20 if stage == "committed" else 15)
-    assert runs.finish("stopped") == 0
-    assert_same_training(straight, runs, trained, resumed_after)
-    kept = {path.name for path in (runs.folder / "stopped/checkpoints").iterdir()}
+@pytest.mark.parametrize("options", KILLS)
+def test_goes_on_after_kill_9(runs, options, request):
+    name = request.node.callspec.id.replace(" ", "-")
+    assert runs.finish(name, **options) == [-signal.SIGKILL]
+    trained, resumed_after = runs.stopped_after(name)
+    if "kill_after_steps" in options:
+        assert (trained, resumed_after) == (23, 20), "the checkpoint before the kill"
+    else:
+        # What is no longer kept is deleted while the training goes on, until the next save.
+        committed = options["kill_in_save"][1] == "committed"
+        assert 20 <= trained <= (25 if committed else 20)
+        assert resumed_after == (20 if committed else 15)
+    assert runs.finish(name) == [0]
+    runs.assert_same("straight", name, trained, resumed_after)
+    kept = {path.name for path in (runs.folder / name / "checkpoints").iterdir()}
     assert kept == {"step-00000035", "step-00000040"}, "nothing half-written stays"
 
 
 @pytest.mark.ci
-def test_after_kill_9_in_a_save_that_replaces_a_newer_checkpoint(straight, runs):
+def test_after_kill_9_in_a_save_that_replaces_a_newer_checkpoint(runs):
     """Back to step 35 and on to 40, killed when the new folder is there and not its record."""
-    assert runs.finish("stopped") == 0
-    shutil.rmtree(runs.folder / "stopped/checkpoints/step-00000040")
-    assert runs.finish("stopped", kill_in_save=(1, "renamed")) == -signal.SIGKILL
-    trained, resumed_after = runs.stopped_after("stopped")
+    shutil.copytree(runs.folder / "straight", runs.folder / "replaced")
+    go_back_to(35, runs.folder / "replaced")
+    assert runs.finish("replaced", kill_in_save=(1, "renamed")) == [-signal.SIGKILL]
+    trained, resumed_after = runs.stopped_after("replaced")
     assert resumed_after == 35
-    assert runs.finish("stopped") == 0
-    assert runs.samples("stopped")[trained:] == straight.samples("straight")[35:]
-    assert runs.metrics("stopped")[-1]["loss"] == straight.metrics("straight")[-1]["loss"]
-    assert_same_tensors(straight.tensors("straight"), runs.tensors("stopped"))
+    assert runs.finish("replaced") == [0]
+    samples = runs.samples("straight")
+    assert runs.samples("replaced") == samples[35 : 35 + trained] + samples[35:]
+    assert_exact(runs.folder / "straight", runs.folder / "replaced")
 
 
 @pytest.mark.ci
-def test_ctrl_c_in_a_save_is_no_full_disk(straight, runs, tmp_path):
-    options = {"interrupt_in_save": 4, "stderr_file": str(tmp_path / "stderr")}
-    assert runs.finish("stopped", **options) == 130
-    said = (tmp_path / "stderr").read_text().splitlines()
-    assert said[-1].startswith("Interrupted; to resume it")
-    stop = runs.stopped_after("stopped")
-    assert stop == (20, 15)
-    assert runs.finish("stopped") == 0
-    assert_same_training(straight, runs, *stop)
+@pytest.mark.parametrize(
+    ("options", "stop"),
+    [
+        ({"signals_after_steps": (23, [signal.SIGINT])}, (23, 20)),
+        ({"interrupt_in_save": 4}, (20, 15)),
+    ],
+    ids=["in a step", "in a save"],
+)
+def test_goes_on_after_ctrl_c(runs, options, stop):
+    """In a save it is not taken for a full disk."""
+    name = f"interrupted-after-{stop[0]}"
+    assert runs.finish(name, **options) == [130]
+    said = runs.said(name).splitlines()[-1]
+    assert said.startswith("Interrupted; to resume it") and said.endswith(f" -e {name}")
+    assert runs.stopped_after(name) == stop
+    assert runs.finish(name) == [0]
+    runs.assert_same("straight", name, *stop)
 
 
 def keep_seeded_rng(monkeypatch):
@@ -218,36 +160,27 @@ def forget_the_loss_since_the_last_log(monkeypatch):
     monkeypatch.setattr(checkpoint, "save_checkpoint", save)
 
 
-BUGS = (
+BUGS = [
     None,
-    *first_then_nightly(
-        [
-            drop_the_moments,
-            keep_seeded_rng,
-            take_epoch_0s_order,
-            begin_the_epoch_anew,
-            set_the_schedule_back_a_step,
-            forget_the_loss_since_the_last_log,
-        ]
-    ),
-)
+    drop_the_moments,
+    keep_seeded_rng,
+    take_epoch_0s_order,
+    begin_the_epoch_anew,
+    set_the_schedule_back_a_step,
+    forget_the_loss_since_the_last_log,
+]
 
 
 @pytest.mark.parametrize("bug", BUGS, ids=lambda bug: getattr(bug, "__name__", "no bug"))
-def test_planted_bug_is_noticed(straight, train, flags, monkeypatch, tmp_path, bug):
+def test_planted_bug_is_noticed(runs, train, monkeypatch, tmp_path, bug):
     """With each of these bugs a resumed run differs; without one it does not."""
-    # A mistake in saving must be there before the stop, one in resuming only after it.
-    if bug is forget_the_loss_since_the_last_log:
+    shutil.copytree(runs.folder / "straight", tmp_path / "run")
+    if bug:
         bug(monkeypatch)
-    # TrainedModel to the end, then set back to step 35 by deleting the newest checkpoint.
-    assert [line["loss"] for line in train(*flags) if "loss" in line] == [
-        line["loss"] for line in straight.metrics("straight") if "loss" in line
-    ]
-    if bug not in (None, forget_the_loss_since_the_last_log):
-        bug(monkeypatch)
-    shutil.rmtree(tmp_path / "run/checkpoints/step-00000040")
-    resumed = train(*flags)
-    expected = straight.metrics("straight")
+    for step in (30, 35):  # the second start resumes from what the first one has saved
+        go_back_to(step, tmp_path / "run")
+        resumed = train(*runs.flags)
+    expected = read_metrics(runs.folder / "straight")
     assert [line["step"] for line in resumed] == [line["step"] for line in expected]
     differs = [
         key
@@ -257,77 +190,65 @@ def test_planted_bug_is_noticed(straight, train, flags, monkeypatch, tmp_path, b
     assert bool(differs) == (bug is not None), differs
 
 
-# --- sums of what is written ---
+# --- a checkpoint of an older commit ---
+
+STORED = Path(__file__).parent / "checkpoint_2026_11.tar.xz"
+STORED_AFTER, STORED_STEPS = 4, 8  # steps
 
 
-@pytest.fixture
-def written(tmp_path, monkeypatch) -> tuple[Path, Writer, list[bool]]:
-    """Return a folder with a tensor, its writer, and for each tensor whether it got a CRC-32."""
-    with_crc32, save = [], torch.save
-
-    def note(*args: object, **options: object) -> None:
-        with_crc32.append(torch.serialization.get_crc32_options())
-        save(*args, **options)
-
-    monkeypatch.setattr(torch, "save", note)
-    writer = Writer(tmp_path)
-    content = {"one": torch.arange(1000.0), "two": torch.zeros(3)}
-    dcp.save(content, checkpoint_id=tmp_path, storage_writer=writer, no_dist=True)
-    return tmp_path, writer, with_crc32
+def stored_runs(folder: Path) -> Runs:
+    """Runs of the model, the tokenizer and the corpus in a folder."""
+    flags = ["-m", folder / "model", "-d", folder / "corpus.json", "-s", 16, "-b", 2]
+    flags += ["--global-batch-size", 4, "--max-steps", STORED_STEPS, "--log-freq", 1]
+    flags += ["--ckpt-freq", STORED_AFTER, "--keep-checkpoints", 1, "--lr", 1e-2]
+    return Runs(folder, flags=flags)
 
 
-def test_sums_on_the_way_are_those_of_the_disk(written):
-    folder, writer, with_crc32 = written
-    sums = writer.measure()
-    assert {file.name for file in folder.iterdir()} == set(sums) == {".metadata", "__0_0.distcp"}
-    assert all(measure_file(folder / name) == known for name, known in sums.items())
-    assert with_crc32 == [False, False]
-    assert torch.serialization.get_crc32_options(), "of others it is still taken"
+@pytest.mark.ci
+@pytest.mark.parametrize(
+    ("chapter", "ranks"), [("01-single-gpu", 1), ("04-fsdp", 2)], ids=["chapter 1", "FSDP"]
+)
+def test_a_stored_checkpoint_is_resumed(tmp_path, chapter, ranks):
+    """A reader's checkpoint outlives an update of this guide: the commit of 2026-11-26 saved this.
+
+    Later commits must resume it, or refuse it in one sentence. When the format changes, replace
+    this test by one of the refusal, and store a new checkpoint beside it with
+    `.venv/bin/python tests/test_resume.py tests/checkpoint_YEAR_MONTH.tar.xz`, for the next change.
+    """
+    shutil.unpack_archive(STORED, tmp_path, filter="data")
+    runs = stored_runs(tmp_path)
+    assert runs.finish("run", chapter=chapter, ranks=ranks) == [0] * ranks
+    assert len(runs.samples("run")) == STORED_STEPS - STORED_AFTER, "the others are not repeated"
+    expected = json.loads((tmp_path / "losses.json").read_text())
+    losses = [line["loss"] for line in read_metrics(runs.folder / "run")]
+    assert losses == pytest.approx(expected, rel=1e-5) and len(losses) == STORED_STEPS
 
 
-def test_a_file_of_another_size_is_noticed(written):
-    folder, writer, _ = written
-    with (folder / "__0_0.distcp").open("ab") as file:
-        file.write(b"0")
-    with pytest.raises(OSError, match=r"__0_0\.distcp has"):
-        writer.measure()
-
-
-def check_that_a_disk_begins_early(folder: Path, monkeypatch) -> None:
-    """Save 20 tensors of 1 MB, in stretches of 2.5 MB: what is the disk asked, and when?"""
-    asked = []
-
-    def advise(file: int, offset: int, count: int, advice: int) -> None:
-        assert (count, advice) == (0, os.POSIX_FADV_DONTNEED), "all from there on"
-        asked.append((offset, os.fstat(file).st_size))
-
-    monkeypatch.setattr(files, "FLUSH_BYTES", 2_500_000)
-    monkeypatch.setattr(os, "posix_fadvise", advise)
-    monkeypatch.setattr(os, "fsync", lambda file: asked.append("sync"))
-    content = {f"number {n}": torch.full((250_000,), float(n)) for n in range(20)}
-    dcp.save(content, checkpoint_id=folder, storage_writer=Writer(folder), no_dist=True)
-    stretches = asked[: asked.index("sync")]
-    offsets = [offset for offset, _ in stretches]
-    assert offsets[:1] == [0] and len(offsets) >= 6, "nothing is left for the end"
-    assert all(2_500_000 <= b - a < 5_000_000 for a, b in pairwise(offsets))
-    assert all(size > offset for offset, size in stretches), "asked for what is not there"
-
-
-needs_advice = pytest.mark.skipif(not hasattr(os, "posix_fadvise"), reason="Linux")
-
-
-@needs_advice
-def test_a_disk_begins_before_the_file_is_complete(tmp_path, monkeypatch):
-    check_that_a_disk_begins_early(tmp_path, monkeypatch)
-
-
-@needs_advice
-def test_planted_file_that_is_left_for_the_end_is_noticed(tmp_path, monkeypatch):
-    init = files.SummingStream.__init__
-    planted = lambda self, stream, early: init(self, stream, False)  # noqa: E731
-    monkeypatch.setattr(files.SummingStream, "__init__", planted)
-    with pytest.raises(AssertionError, match="left for the end"):
-        check_that_a_disk_begins_early(tmp_path, monkeypatch)
+def store_checkpoint(archive: Path, folder: Path) -> None:
+    """Archive a folder with a small model, a corpus, a stopped run of them, and all its losses."""
+    letters = random.Random(0)
+    texts = ["".join(letters.choice("abc ") for _ in range(100)) for _ in range(20)]
+    (folder / "corpus.json").write_text(json.dumps(texts))
+    vocabulary = {letter: number for number, letter in enumerate("abcĠ")} | {"<|endoftext|>": 4}
+    tokenizer = Tokenizer(models.BPE(vocabulary, []))
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer.decoder = decoders.ByteLevel()
+    sizes = {"n_embd": 16, "n_layer": 1, "n_head": 2, "n_positions": 16, "vocab_size": 5}
+    write_narrow(folder / "model", "gpt2-tiny", **sizes)
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="<|endoftext|>", eos_token="<|endoftext|>"
+    ).save_pretrained(folder / "model")
+    runs = stored_runs(folder)
+    env = {"WANDB_MODE": "disabled", "OMP_NUM_THREADS": 1}
+    assert runs.finish("straight", env=env) == [0]
+    losses = [line["loss"] for line in read_metrics(folder / "straight")]
+    (folder / "losses.json").write_text(json.dumps(losses))
+    killed = runs.finish("run", kill_after_steps=STORED_AFTER + 1, env=env)
+    assert killed == [-signal.SIGKILL]
+    shutil.rmtree(folder / "straight")
+    for file in chain(folder.glob("*.samples"), folder.glob("*.stderr"), folder.rglob(".lock")):
+        file.unlink()
+    shutil.make_archive(str(archive).removesuffix(".tar.xz"), "xztar", folder)
 
 
 # --- what a kill or a power failure cannot harm ---
@@ -408,31 +329,40 @@ def test_all_generators_go_on_where_they_were():
     assert draw() == first
 
 
-# --- what is no longer kept ---
+@pytest.mark.check
+def test_groups_of_parameters_keep_what_was_saved(tmp_path):
+    """Many readers have two groups: norms and biases are not decayed. What was saved wins."""
+
+    def make(decay: float) -> tuple:
+        sizes = {"n_embd": 16, "n_layer": 1, "vocab_size": 64}
+        config = AutoConfig.from_pretrained(ROOT / "common/presets/gpt2-tiny", **sizes)
+        model = AutoModelForCausalLM.from_config(config)
+        groups: dict[bool, list] = {True: [], False: []}
+        for parameter in model.parameters():
+            groups[parameter.ndim > 1].append(parameter)
+        optimizer = torch.optim.AdamW(
+            [
+                {"params": groups[True], "weight_decay": decay},
+                {"params": groups[False], "weight_decay": decay / 10, "lr": 3e-2},
+            ],
+            lr=1e-2,
+        )
+        return model, optimizer, LambdaLR(optimizer, lambda step: 1 / (1 + step))
+
+    model, optimizer, lr_scheduler = saved = make(0.1)
+    ids = torch.arange(64).view(2, 32)
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    lr_scheduler.step()
+    checkpoint.save_checkpoint(tmp_path, *saved, {"step": 1}, {}, keep=1)
+    loaded, state = make(0.5), {"step": 0}
+    checkpoint.load_checkpoint(checkpoint.find_checkpoint(tmp_path, {}), *loaded, state)
+    for one, other in zip(saved, loaded, strict=True):
+        assert_same_tensors(one.state_dict(), other.state_dict())
+    assert [group["weight_decay"] for group in loaded[1].param_groups] == [0.1, 0.01]
+    assert state["step"] == 1
 
 
-def test_what_cannot_be_deleted_is_said_and_tried_again(tmp_path, monkeypatch, caplog):
-    """By the next save, which fails if that does: else a disk would fill with checkpoints."""
-    refused = []
-
-    def refuse(path: Path) -> None:
-        refused.append(path.name)
-        raise PermissionError(errno.EACCES, "Permission denied", str(path))
-
-    def save(step: int) -> None:
-        save_load.write_content(tmp_path, {"state": {"step": step}}, {}, keep=1)
-
-    save(1)
-    with monkeypatch.context() as patch:
-        patch.setattr(manifest, "remove_folder", refuse)
-        save(2)
-        old = tmp_path / "checkpoints/step-00000001"
-        said = f"an older checkpoint cannot be deleted: {old} (Permission denied)"
-        assert said in caplog.messages
-        with pytest.raises(InputError, match=r"step 3 could not be .*\(Permission denied\)"):
-            save(3)
-    assert refused == ["step-00000001"] * 2
-    (record,) = json.loads((tmp_path / "state.json").read_text())["checkpoints"]
-    assert record["step"] == 2, "the one before stays in force"
-    save(4)
-    assert [path.name for path in old.parent.iterdir()] == ["step-00000004"]
+if __name__ == "__main__":
+    with tempfile.TemporaryDirectory() as folder:
+        store_checkpoint(Path(sys.argv[1]).absolute(), Path(folder))

@@ -1,11 +1,13 @@
-"""Runs that are stopped and go on: on as many ranks, on others, in other chapters."""
+"""Runs on several ranks that are stopped and go on: on as many, on others, in other chapters."""
 
 import functools
+import json
 import os
 import re
 import shutil
 import signal
 import subprocess
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +16,7 @@ import pytest
 import torch
 from helpers import (
     ROOT,
+    Runs,
     assert_exact,
     assert_same_tensors,
     children,
@@ -21,161 +24,179 @@ from helpers import (
     go_back_to,
     make_flags,
     newest_step,
-    plant,
     read_metrics,
     save_what_is_loaded,
     speak_at_once,
     tensors,
     wait_for_file,
 )
-from runner import Ranks, finish, start
+from runner import SAVE_STAGES
+from torch.distributed.checkpoint import filesystem
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils import _pytree
 
-from common.checkpoint import save_load
+from common.checkpoint import asynchronous, save_load
 
-MIDDLE = 15
-
-
-@pytest.fixture(scope="module")
-def folder(make_folder) -> Path:
-    return make_folder("runs")
+DDP, FSDP = "02-ddp", "04-fsdp"
 
 
 @pytest.fixture(scope="module")
-def flags(folder) -> list[object]:
-    """With dropout: each rank's random state counts."""
-    (folder / "inputs").mkdir()
-    return [*make_flags(folder / "inputs"), "--save-dir", folder]
+def runs(make_folder) -> Runs:
+    """With dropout: each rank's RNG state counts."""
+    return Runs(make_folder("runs"), "--keep-checkpoints", 9)
 
 
 @pytest.fixture(scope="module")
-def no_dropout(flags, folder) -> list[object]:
-    """For other numbers of ranks: each rank draws a dropout of its own. A batch for 1, 2, 3, 4."""
-    return [*flags, "-m", "gpt2-tiny", "--global-batch-size", 12, "--max-steps", 20]
+def straight(runs) -> Callable[[str, int], str]:
+    """A function: the name of a chapter's run on so many ranks, never stopped."""
+
+    @functools.cache
+    def train(chapter: str, ranks: int) -> str:
+        name = f"{chapter}-on-{ranks}"
+        assert set(runs.finish(name, chapter=chapter, ranks=ranks)) == {0}
+        assert read_metrics(runs.folder / name)[-1]["epoch"] >= 2
+        return name
+
+    return train
 
 
-def run(world_size: int, flags: list[object], name: str, *args: object, **options) -> list[int]:
-    """Run chapter 2 on some ranks, or on 0 of them chapter 1; return the exit statuses."""
-    arguments = [*flags, "-e", name, *args]
-    if world_size == 0:
-        return [finish(start(arguments, **options))]
-    return Ranks(world_size, arguments, chapter="02-ddp", **options).finish()
+# --- a rank that is killed ---
+
+# Chapter, number of ranks, which of them is killed, more arguments.
+KILLED = [
+    (DDP, 2, 0, ()),
+    (FSDP, 2, 1, ()),
+    (DDP, 2, 1, ()),
+    (FSDP, 3, 2, ()),
+    (FSDP, 2, 0, ("--cpu-offload",)),
+]
 
 
-def assert_close(expected: Path, found: Path) -> None:
-    """The losses of another number of ranks: sums are taken in another order."""
-    values = [[line.get("loss") for line in read_metrics(path)] for path in (expected, found)]
-    assert len(values[0]) == len(values[1])
-    for one, other in zip(*values, strict=True):
-        assert one == other or one == pytest.approx(other, rel=1e-5)
-
-
-@pytest.fixture(scope="module")
-def straight(folder, flags) -> Path:
-    assert run(2, flags, "straight") == [0, 0]
-    assert read_metrics(folder / "straight")[-1]["epoch"] >= 2
-    return folder / "straight"
-
-
-def test_each_rank_draws_its_own_dropout(folder, flags, straight, tmp_path):
-    """The planted bug seeds all ranks alike: they would drop the same elements."""
-    states = [tensors(straight)[f"rng-{rank}"]["torch"] for rank in range(2)]
-    assert not torch.equal(*states)
-    chapter = plant("02-ddp", tmp_path / "chapter", [("set_seed(args.seed + rank)", "set_seed(0)")])
-    ranks = Ranks(2, [*flags, "-e", "alike", "--max-steps", 2], chapter=chapter)
-    assert ranks.finish() == [0, 0]
-    states = [tensors(folder / "alike")[f"rng-{rank}"]["torch"] for rank in range(2)]
-    assert torch.equal(*states)
-
-
-@pytest.mark.parametrize("victim", first_then_nightly([0, 1]))
-def test_after_kill_9_of_one_rank(folder, flags, straight, victim):
+@pytest.mark.parametrize(
+    ("chapter", "ranks", "victim", "args"), [KILLED[0], *first_then_nightly(KILLED[1:])]
+)
+def test_goes_on_after_kill_9_of_one_rank(runs, straight, chapter, ranks, victim, args):
     """The others end, and say why and how to go on; the run that goes on is the same bit by bit.
 
     `finish` waits for less time than the process group's timeout.
     """
-    name, steps = f"killed-{victim}", 23
-    options = {
-        "kill_after_steps": [steps if rank == victim else None for rank in range(2)],
-        "stderr_file": [str(folder / f"{name}-{rank}.stderr") for rank in range(2)],
-    }
-    arguments = [*flags, "-e", name]
-    ranks = Ranks(2, arguments, chapter="02-ddp", **options)
-    assert finish(ranks.processes[victim]) == -signal.SIGKILL
-    assert finish(ranks.processes[1 - victim]) == 1
-    said = (folder / f"{name}-{1 - victim}.stderr").read_text().splitlines()[-1]
-    assert re.search(r"other ranks are gone or out of reach \(.*Connection (closed|reset)", said)
-    assert f"-e {name}" in said.split("to resume it after a stop: ")[1]
-    assert newest_step(folder / name) == 20
-    assert run(2, flags, name) == [0, 0]
-    assert_exact(straight, folder / name)
+    expected = straight(chapter, ranks)
+    name = "-".join(["killed", str(victim), "of", expected, *args])
+    on = {"chapter": chapter, "ranks": ranks}
+    steps = [23 if rank == victim else None for rank in range(ranks)]
+    statuses = runs.finish(name, *args, **on, kill_after_steps=steps, plant=speak_at_once)
+    assert statuses.pop(victim) == -signal.SIGKILL and set(statuses) == {1}
+    for rank in set(range(ranks)) - {victim}:
+        said = runs.said(name, rank).splitlines()[-1]
+        gone = r"other ranks are gone or out of reach \(.*Connection (closed|reset)"
+        assert re.search(gone, said), said
+        assert f"-e {name}" in said.split("to resume it after a stop: ")[1]
+    assert newest_step(runs.folder / name) == 20
+    assert set(runs.finish(name, *args, **on)) == {0}
+    assert_exact(runs.folder / expected, runs.folder / name)
 
 
-@pytest.mark.parametrize(
-    "stops",
-    [
-        pytest.param(False, marks=pytest.mark.ci),
-        pytest.param(True, marks=pytest.mark.nightly),
-    ],
-)
-def test_torchrun_ends_all_ranks_when_one_is_killed(tmp_path, flags, stops):
+@pytest.mark.ci
+def test_torchrun_ends_all_ranks_when_one_is_killed(runs, tmp_path):
     """As a reader sees it: torchrun names the rank and the signal, and no process stays.
 
-    The planted bug: the other rank ends only when torchrun kills it, which it does after 30 s.
+    The other rank ends by itself, before torchrun kills it, which it does after 30 s.
     """
-    launch = ROOT / "02-ddp/launch.sh"
-    arguments = [*flags, "--save-dir", tmp_path, "-e", "run", "--max-steps", 10**5]
-    command = ["bash", launch, *arguments, "--log-freq", 1, "--ckpt-freq", 5]
+    arguments = [*runs.flags, "--save-dir", tmp_path, "-e", "run", "--max-steps", 10**5]
+    command = ["bash", ROOT / DDP / "launch.sh", *arguments, "--log-freq", 1]
     agent = subprocess.Popen([str(word) for word in command], stderr=subprocess.PIPE, text=True)
     try:
         wait_for_file(tmp_path / "run/state.json", lambda: agent.poll() is None)
         workers = children(agent.pid)
-        if stops:
-            os.kill(workers[0], signal.SIGSTOP)
         os.kill(workers[1], signal.SIGKILL)
         _, said = agent.communicate(timeout=300)
     finally:
         agent.kill()
     assert agent.returncode == 1
     assert "Signal 9 (SIGKILL) received by PID" in said and "rank      : 1" in said
-    assert ("forcefully exiting" in said) == stops
+    assert "forcefully exiting" not in said
     assert not any(map(psutil.pid_exists, workers))
 
 
+def test_each_rank_draws_its_own_dropout(runs, straight):
+    saved = tensors(runs.folder / straight(DDP, 2))
+    assert not torch.equal(*(saved[f"rng-{rank}"]["torch"] for rank in range(2)))
+
+
+# --- from chapter to chapter ---
+
+EVERY = 4  # steps: then the next chapter takes over
+# The chapters, the numbers of ranks and the arguments with which a run goes on.
+JOURNEYS = {
+    "chapters": (
+        *("01-single-gpu on 1", "04-fsdp on 4", "04-fsdp on 2", "02-ddp on 2 --zero1"),
+        "05-mixed-precision on 2 --precision fp16",
+        "05-mixed-precision on 2 --precision bf16",
+        "01-single-gpu on 1",
+    ),
+    "back and forth": ("02-ddp on 2", "01-single-gpu on 1", "02-ddp on 4"),
+    "ZeRO-1": ("02-ddp on 2 --zero1", "02-ddp on 3 --zero1", "02-ddp on 2"),
+}
+
+
 @pytest.fixture(scope="module")
-def alone(folder, no_dropout) -> Path:
-    """Chapter 1's run, never stopped."""
-    assert run(0, no_dropout, "alone") == [0]
-    return folder / "alone"
+def travels(make_folder) -> Runs:
+    """Runs of any number of ranks, with chapter 1's, never stopped.
+
+    There is no dropout, which each rank would draw for itself. There is no clipping: the norm of
+    many float32 numbers is good to 1e-4. Adam hides a constant factor of all gradients, but not one
+    that changes at a hand-over.
+    """
+    folder = make_folder("travels")
+    runs = Runs(
+        folder,
+        *("--global-batch-size", 12, "--max-steps", 28, "--log-freq", 1, "--max-grad-norm", "inf"),
+        *("--ckpt-freq", EVERY, "--keep-checkpoints", 9),
+        flags=make_flags(folder, dropout=0.0),
+    )
+    assert runs.finish("straight") == [0]
+    return runs
 
 
-@pytest.mark.parametrize(
-    ("before", "after"),
-    first_then_nightly([(2, 1), (2, 4), (0, 2), (2, 0)]),
-    ids=["2 to 1", "2 to 4 ranks", "chapter 1 to 2", "chapter 2 to 1"],
-)
-def test_goes_on_elsewhere(folder, no_dropout, alone, before, after):
-    """Begun on some ranks, set back to the middle, and ended on others: chapter 1's losses."""
-    name = f"from-{before}-to-{after}"
-    assert set(run(before, no_dropout, name)) == {0}
-    go_back_to(MIDDLE, folder / name)
-    assert set(run(after, no_dropout, name)) == {0}
-    assert_close(alone, folder / name)
+def assert_loaded(saved: Path, step: int, loaded: Path) -> None:
+    """Weights, moments, schedule and position, bit by bit, on whatever number of ranks."""
+    expected, found = tensors(saved, step), tensors(loaded)
+    for content in (expected, found):
+        (content["optimizer"]["param_groups"],) = content["optimizer"]["param_groups"]
+    for key in ("model", "optimizer", "lr_scheduler"):
+        assert_same_tensors(expected[key], found[key], key)
+    for key in ("step", "logged_step", "running_loss"):
+        assert_same_tensors(expected["state"][key], found["state"][key], key)
 
 
-@pytest.mark.parametrize("after", first_then_nightly(["2 --zero1", "3 --zero1", "2", "0"]))
-def test_sharded_moments_go_on(folder, no_dropout, alone, after):
-    """ZeRO-1 on 2 ranks, then on as many, on 3, without it, and in chapter 1."""
-    name = f"zero1-{after.replace(' ', '')}"
-    assert run(2, no_dropout, name, "--zero1") == [0, 0]
-    first = read_metrics(folder / name)
-    go_back_to(MIDDLE, folder / name)
-    world_size, *flag = after.split()
-    assert set(run(int(world_size), no_dropout, name, *flag)) == {0}
-    assert_close(alone, folder / name)
-    if after == "2 --zero1":
-        assert [line.get("loss") for line in read_metrics(folder / name)] == [
-            line.get("loss") for line in first
-        ], "bit by bit"
+def travel(runs: Runs, name: str, stops: tuple[str, ...], bug: Callable | None = None) -> None:
+    """Each part trains to the end, and is then set back to where the next one takes over.
+
+    After every hand-over the tensors of the checkpoint are there, and the losses are chapter 1's.
+    """
+    run_dir, rel = runs.folder / name, 1e-5
+    for number, stop in enumerate(stops):
+        chapter, _, ranks, *args = stop.split()
+        loaded = runs.folder / f"{name}-loaded-{number}"
+        planted = functools.partial(save_what_is_loaded, loaded, bug)
+        statuses = runs.finish(name, *args, chapter=chapter, ranks=int(ranks), plant=planted)
+        assert set(statuses) == {0}, stop
+        if number:
+            assert_loaded(run_dir, EVERY * number, loaded)
+            shutil.rmtree(loaded)
+        if "--precision" in args:
+            rel = 0.05  # from here on, weights are those of 16 bits
+        losses = [
+            [line["loss"] for line in read_metrics(each)]
+            for each in (runs.folder / "straight", run_dir)
+        ]
+        assert losses[1] == pytest.approx(losses[0], rel=rel), stop
+        go_back_to(EVERY * (number + 1), run_dir)
+
+
+@pytest.mark.parametrize("name", first_then_nightly(JOURNEYS))
+def test_journey(travels, name):
+    travel(travels, name.replace(" ", "-"), JOURNEYS[name])
 
 
 def save_the_rate_of_the_last_step() -> None:
@@ -190,136 +211,175 @@ def save_the_rate_of_the_last_step() -> None:
     save_load.collect_content = content
 
 
-def save_the_moments_of_rank_0_only() -> None:
-    original = save_load.dcp.save
+def test_planted_rate_of_the_last_step_is_noticed(travels):
+    stops = ("02-ddp on 2 --zero1",) * 2
+    with pytest.raises(AssertionError):
+        travel(travels, "last-rate", stops, save_the_rate_of_the_last_step)
 
-    def save(content: dict, **options: object) -> object:
-        for moments in content["optimizer"]["state"].values():
-            moments["exp_avg"] = moments["exp_avg"] * (save_load.dist.get_rank() == 0)
-        return original(content, **options)
 
-    save_load.dcp.save = save
+# --- checkpoints that are written while the training goes on ---
+
+ASYNC = "--async-checkpoint"
+ON_2 = {"chapter": FSDP, "ranks": 2}
+LAST_STEP, SAVE_EVERY = 40, 5
+# Seconds that it takes to write a checkpoint that nobody waits for, once the training has ended.
+WRITING_S = 2.0
+# Steps that are done while a checkpoint is written; for so many seconds at most, the run may wait.
+STEPS_MEANWHILE, PATIENCE_S = 3, 120
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("bug", [save_the_rate_of_the_last_step, save_the_moments_of_rank_0_only])
-def test_planted_bug_in_sharded_moments_is_noticed(folder, no_dropout, alone, bug):
-    assert run(2, no_dropout, bug.__name__, "--zero1", plant=bug) == [0, 0]
-    go_back_to(MIDDLE, folder / bug.__name__)
-    assert run(2, no_dropout, bug.__name__, "--zero1", plant=bug) == [0, 0]
-    with pytest.raises(AssertionError):
-        assert_close(alone, folder / bug.__name__)
+@pytest.mark.parametrize("stage", first_then_nightly(SAVE_STAGES))
+def test_async_kill_9_while_it_is_written(runs, straight, stage):
+    """The rank that commits is killed in its fourth checkpoint, and the training is past it."""
+    expected, name = straight(FSDP, 2), f"killed-{stage}"
+    killed = {"kill_in_save": [(4, stage), None], "plant": speak_at_once}
+    # Two are kept, so that the one that is committed deletes another one.
+    few = ("--keep-checkpoints", 2, ASYNC)
+    assert runs.finish(name, *few, **ON_2, **killed) == [-signal.SIGKILL, 1]
+    trained, resumed_after = runs.stopped_after(name)
+    assert resumed_after == (20 if stage == "committed" else 15)
+    # The checkpoint of step 25 waits for that of step 20, and for what that has deleted, in which
+    # case only the checkpoint of step 30 waits for it.
+    assert 20 <= trained <= (30 if stage == "committed" else 25)
+    assert runs.finish(name, *few, **ON_2) == [0, 0]
+    assert_exact(runs.folder / expected, runs.folder / name)
+    samples = runs.samples(expected)
+    assert runs.samples(name) == samples[:trained] + samples[resumed_after:]
+    kept = {path.name for path in (runs.folder / name / "checkpoints").iterdir()}
+    assert kept == {"step-00000035", "step-00000040"}, "nothing half-written stays"
 
 
-# Chapter and ranks of each part of a run, which goes on where the one before it was set back to.
-JOURNEY = [
-    ("01-single-gpu", 1),
-    ("04-fsdp", 4),
-    ("04-fsdp", 2),
-    ("02-ddp", 2),
-    ("01-single-gpu", 1),
-]
-EVERY = 4
+def write_slowly(path: Path, also: Callable[[], None] | None = None) -> None:
+    """Note how many steps are done while each checkpoint is written. also: another plant.
 
-
-def load_no_moments() -> None:
-    load = save_load.dcp.load
-
-    def load_all_but_moments(content: dict, **options: object) -> None:
-        load(content, **options)
-        for moments in content["optimizer"]["state"].values():
-            moments["exp_avg"].zero_()
-
-    save_load.dcp.load = load_all_but_moments
-
-
-def assert_loaded(saved: Path, step: int, loaded: Path) -> None:
-    """Weights, moments, schedule and position, bit by bit, on whatever number of ranks."""
-    expected, found = tensors(saved, step), tensors(loaded)
-    for content in (expected, found):
-        (content["optimizer"]["param_groups"],) = content["optimizer"]["param_groups"]
-    for key in ("model", "optimizer", "lr_scheduler", "state"):
-        assert_same_tensors(expected[key], found[key], key)
-
-
-@pytest.fixture(scope="module")
-def every_loss(no_dropout) -> list[object]:
-    """Without clipping: the norm of 10^6 float32 numbers is good to 1e-4, of a part to less.
-
-    Adam hides a constant factor of all gradients, but not one that changes at a hand-over.
+    The first file of each checkpoint takes until the training has come further: a thread that
+    writes it waits for that.
     """
-    flags = [*no_dropout, "--log-freq", 1, "--max-grad-norm", "inf"]
-    return [*flags, "--ckpt-freq", EVERY, "--keep-checkpoints", 5]
+    save, write_item = save_load.dcp.save, filesystem._write_item
+    steps, meanwhile, waited = [], [], False
+
+    def slow_save(*args: object, **kwargs: object) -> object:
+        nonlocal waited
+        waited, before = False, len(steps)
+        result = save(*args, **kwargs)
+        meanwhile.append(len(steps) - before)
+        path.with_name(f"{path.name}-{os.environ['RANK']}").write_text(json.dumps(meanwhile))
+        return result
+
+    def slow_write_item(*args: object, **kwargs: object) -> object:
+        nonlocal waited
+        if not waited:
+            waited = True
+            wait_for_steps(len(steps) + STEPS_MEANWHILE)
+        return write_item(*args, **kwargs)
+
+    def wait_for_steps(step: int) -> None:
+        if step > LAST_STEP:
+            time.sleep(WRITING_S)
+            return
+        deadline = time.monotonic() + PATIENCE_S
+        while len(steps) < step and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+    save_load.dcp.save, filesystem._write_item = slow_save, slow_write_item
+    register_optimizer_step_post_hook(lambda *_: steps.append(1))
+    if also:
+        also()
 
 
-@pytest.fixture(scope="module")
-def chapter_1(folder, every_loss) -> Path:
-    assert run(0, every_loss, "every-loss") == [0]
-    return folder / "every-loss"
+def run_slowly(runs: Runs, name: str, also: Callable[[], None] | None = None) -> Path:
+    planted = functools.partial(write_slowly, runs.folder / f"{name}.steps", also)
+    assert runs.finish(name, ASYNC, **ON_2, plant=planted) == [0, 0]
+    return runs.folder / name
 
 
-def go_on_with(chapter: str, world_size: int, arguments: list[object], **options) -> list[int]:
-    if chapter == "01-single-gpu":
-        return [finish(start(arguments, **options))]
-    return Ranks(world_size, arguments, chapter=chapter, **options).finish()
+def assert_same_checkpoints(expected: Path, found: Path) -> None:
+    for step in (10, 25, LAST_STEP):
+        values = [tensors(run_dir, step) for run_dir in (expected, found)]
+        assert values[1]["state"]["step"] == step
+        assert_same_tensors(*values)
 
 
-def test_journey_through_the_chapters(folder, every_loss, chapter_1):
-    """After every hand-over the tensors of the checkpoint, and the losses of chapter 1."""
-    run_dir = folder / "journey"
-    for number, (chapter, world_size) in enumerate(JOURNEY):
-        loaded = folder / f"loaded-{number}"
-        options = {"plant": functools.partial(save_what_is_loaded, loaded)}
-        statuses = go_on_with(chapter, world_size, [*every_loss, "-e", "journey"], **options)
-        assert set(statuses) == {0}
-        if number:
-            assert_loaded(run_dir, EVERY * number, loaded)
-            shutil.rmtree(loaded)
-        assert_close(chapter_1, run_dir)
-        assert len(read_metrics(run_dir)) == 20
-        go_back_to(EVERY * (number + 1), run_dir)
+def test_async_training_goes_on_while_it_is_written(runs, straight):
+    """What is written is of its step, not later: what a run writes that waits for it."""
+    trained = run_slowly(runs, "trained")
+    meanwhile = json.loads((runs.folder / "trained.steps-0").read_text())
+    assert len(meanwhile) == LAST_STEP // SAVE_EVERY
+    assert min(meanwhile[:-1]) >= STEPS_MEANWHILE
+    expected = runs.folder / straight(FSDP, 2)
+    assert_same_checkpoints(expected, trained)
+    assert_exact(expected, trained)
+    assert newest_step(trained) == LAST_STEP, "the run has not waited for the last one"
 
 
-def test_planted_loss_of_moments_is_noticed(folder, every_loss, chapter_1):
-    run_dir = folder / "no-moments"
-    shutil.copytree(chapter_1, run_dir)
-    go_back_to(EVERY, run_dir)
-    bug = functools.partial(save_what_is_loaded, folder / "loaded-none", load_no_moments)
-    arguments = [*every_loss, "-e", "no-moments"]
-    assert go_on_with("04-fsdp", 2, arguments, plant=bug) == [0, 0]
-    with pytest.raises(AssertionError):
-        assert_close(chapter_1, run_dir)
-    with pytest.raises(AssertionError, match="exp_avg"):
-        assert_loaded(run_dir, EVERY, folder / "loaded-none")
+def copy_nothing() -> None:
+    """What is written are tensors that train on."""
+    asynchronous.AsyncCheckpoints._copy = lambda self, content: _pytree.tree_map(
+        lambda value: value, content
+    )
 
 
-SHARDED = [(2, ()), (3, ()), (2, ("--cpu-offload",)), (2, ("--async-checkpoint",))]
+def test_planted_tensors_that_train_on_are_noticed(runs, straight):
+    found = run_slowly(runs, "not-copied", copy_nothing)
+    with pytest.raises(AssertionError, match=r"\.model\."):
+        assert_same_checkpoints(runs.folder / straight(FSDP, 2), found)
 
 
-@pytest.fixture(scope="module")
-def sharded(folder, flags) -> Callable[[int], Path]:
-    """A function: the folder of chapter 4's run on so many ranks, never stopped."""
-
-    @functools.cache
-    def train(world_size: int) -> Path:
-        name = f"sharded-{world_size}"
-        assert set(go_on_with("04-fsdp", world_size, [*flags, "-e", name])) == {0}
-        return folder / name
-
-    return train
+# --- a full disk of one rank ---
 
 
-@pytest.mark.parametrize(("world_size", "args"), first_then_nightly(SHARDED), ids=str)
-def test_sharded_run_goes_on_after_kill_9(folder, flags, sharded, world_size, args):
-    """In the middle of the second epoch, bit by bit on any number of ranks and with any option."""
-    straight = sharded(world_size)
-    arguments = [*flags, "-e", f"killed-{world_size}{''.join(args)}", *args]
-    options = {"kill_after_steps": [None] * (world_size - 1) + [23], "plant": speak_at_once}
-    ranks = Ranks(world_size, arguments, chapter="04-fsdp", **options)
-    assert finish(ranks.processes[-1]) == -signal.SIGKILL
-    assert ranks.finish() == [1] * (world_size - 1) + [-signal.SIGKILL]
-    killed = folder / arguments[arguments.index("-e") + 1]
-    # An asynchronous save after step 20 may not have ended: then the one before it is the last.
-    assert newest_step(killed) in ((15, 20) if "--async-checkpoint" in args else (20,))
-    assert set(go_on_with("04-fsdp", world_size, arguments)) == {0}
-    assert_exact(straight, killed)
+@pytest.mark.ci
+def test_a_full_disk_of_one_rank(runs, straight):
+    """A limit for each file stands for it; both ranks end, and the run goes on with room."""
+    limits = {"file_size_limit": [None, 100_000], "plant": speak_at_once}
+    assert runs.finish("full", **ON_2, **limits) == [2, 2]
+    sentence = runs.said("full").splitlines()[-1]
+    assert "The checkpoint of step 5 could not be written" in sentence
+    assert "File too large" in sentence and "last complete checkpoint" in sentence
+    assert not (runs.folder / "full/state.json").exists()
+    assert runs.finish("full", **ON_2) == [0, 0]
+    assert_exact(runs.folder / straight(FSDP, 2), runs.folder / "full")
+
+
+def notice_at_once() -> None:
+    """The step after the checkpoint waits until its thread has failed, or written it."""
+    speak_at_once()
+    saves = []
+    init = asynchronous.AsyncCheckpoints.__init__
+
+    def noting_init(self: asynchronous.AsyncCheckpoints, *args: object) -> None:
+        saves.append(self)
+        init(self, *args)
+
+    def wait(*_: object) -> None:
+        if saves and saves[0]._writing is not None:
+            saves[0]._writing.exception(timeout=PATIENCE_S)
+
+    asynchronous.AsyncCheckpoints.__init__ = noting_init
+    register_optimizer_step_post_hook(wait)
+
+
+@pytest.mark.ci
+def test_async_failure_stops_the_run_at_the_next_logged_step(runs):
+    """Both ranks end there, and not when the next checkpoint is due, in step 12."""
+    options = {"file_size_limit": [None, 100_000], "plant": notice_at_once}
+    seldom = ("--log-freq", 2, "--ckpt-freq", 6)
+    assert runs.finish("full-async", *seldom, ASYNC, **ON_2, **options) == [2, 2]
+    assert {len(runs.samples("full-async", rank)) for rank in range(2)} == {8}
+    sentence = "The checkpoint of step 6 could not be written"
+    lines = [line for line in runs.said("full-async").splitlines() if sentence in line]
+    assert len(lines) == 2
+    assert "This run stops the next time it logs metrics." in lines[0]
+    assert lines[1].startswith(sentence)
+
+
+@pytest.mark.ci
+def test_all_ranks_refuse_a_checkpoint_that_is_cut_short(runs, straight):
+    run_dir = Path(shutil.copytree(runs.folder / straight(FSDP, 2), runs.folder / "cut"))
+    file = run_dir / f"checkpoints/step-{newest_step(run_dir):08d}/__1_0.distcp"
+    os.truncate(file, file.stat().st_size - 100)
+    assert runs.finish("cut", **ON_2, plant=speak_at_once) == [2, 2]
+    sentence = runs.said("cut").splitlines()[-1]
+    assert sentence.startswith(f"The checkpoint file {file} is damaged: delete {file.parent} to ")
+    assert runs.said("cut", 1) == f"[rank 1] {sentence}\n"

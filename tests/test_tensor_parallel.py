@@ -4,6 +4,7 @@ The diff is applied to a copy of the script. "2x2" is two rows (data parallel) o
 (tensor parallel).
 """
 
+import argparse
 import contextlib
 import dataclasses
 import itertools
@@ -18,79 +19,41 @@ import torch
 from helpers import (
     CHAPTERS,
     ROOT,
-    TORCHRUN,
     Ladder,
     Run,
-    assert_clean,
     assert_parity,
-    changed,
     first_then_nightly,
-    go_back_to,
-    not_shown,
+    hand_over,
     patch,
     plant,
+    register,
     run_ranks,
-    run_script,
-    say_it_soon,
     selected_runs,
+    write_narrow,
 )
-from runner import Ranks, finish, start
-from test_chapter_diffs import ROT as RULES
-from test_chapter_diffs import lines_over_budget
+from runner import Ranks, finish, load_script, start
 from torch.distributed import _functional_collectives as funcol
 from transformers import AutoModelForCausalLM
 
-from common import gradients, models
+from common import models
+from common.cli import InputError
 
 CHAPTER = CHAPTERS[4]
-DIFF = ROOT / CHAPTER / "tensor-parallel.diff"
-PAGE = ROOT / CHAPTER / "beyond.md"
 BY_HAND = ROOT / CHAPTER / "tensor_parallel_by_hand.py"
-MOST_ADDED = 60
 PRESET = "llama-tiny-8-heads"
-ODD = "odd-model"
-ODD_SIZES = {"tie_word_embeddings": True, "vocab_size": 4097, "intermediate_size": 350}
+# Two models in width 32; the second has sizes that two ranks cannot share equally.
+EVEN, ODD = "even-model", "odd-model"
+MODELS = {
+    EVEN: {},
+    ODD: {"tie_word_embeddings": True, "vocab_size": 4097, "intermediate_size": 86},
+}
 
 
 def patch_chapter(folder: Path) -> Path:
     """Return the folder of a copy of chapter 5's script in `folder`, patched."""
-    copy = patch(CHAPTER, folder, diff=DIFF)
+    copy = patch(CHAPTER, folder, diff=ROOT / CHAPTER / "tensor-parallel.diff")
     shutil.copy(ROOT / CHAPTER / "precision.py", copy)
     return copy
-
-
-# --- the diff ---
-
-
-@pytest.fixture(scope="module")
-def patched(make_folder) -> Path:
-    return patch_chapter(make_folder("patched"))
-
-
-@pytest.mark.check
-@pytest.mark.parametrize(
-    "rule", [rule for rule in RULES if rule != lines_over_budget], ids=lambda rule: rule.__name__
-)
-def test_patched_script_keeps_what_was_before(patched, rule):
-    old, new = ((folder / "train_llm.py").read_text() for folder in (ROOT / CHAPTER, patched))
-    assert new != old
-    assert rule(old, new) == []
-
-
-@pytest.mark.check
-def test_diff_is_small():
-    assert 0 < sum(line[0] == "+" for line in changed(DIFF.read_text())) <= MOST_ADDED
-
-
-@pytest.mark.check
-def test_page_shows_the_whole_diff():
-    page, diff = PAGE.read_text(), DIFF.read_text()
-    assert not_shown(page, diff) == []
-    assert not_shown(page.replace("+    plan = tensor_parallel_plan", "+    no_plan = "), diff)
-
-
-def test_patched_script_is_clean(patched):
-    assert_clean(patched)
 
 
 # --- the training ---
@@ -102,15 +65,14 @@ class Table(Ladder):
     def __init__(self, folder: Path, selected: list[Run] = ()) -> None:
         super().__init__(folder, selected)
         self.patched = patch_chapter(folder / "script")
-        preset = json.loads((ROOT / f"common/presets/{PRESET}/config.json").read_text())
-        (folder / ODD).mkdir()
-        (folder / ODD / "config.json").write_text(json.dumps(preset | ODD_SIZES))
+        for name, sizes in MODELS.items():
+            write_narrow(folder / name, PRESET, **sizes)
 
     def flags(self, name: str, *args: object) -> list[object]:
-        """The words of ODD stand for the model with odd sizes."""
-        model = ("-m", self.folder / ODD, "--tokenizer-name", PRESET, "-s", 15)
-        words = [model if arg == ODD else (arg,) for arg in args]
-        return super().flags(name, *itertools.chain.from_iterable(words))
+        """The name of a model stands for its folder, and the odd one has an odd length."""
+        length = ("-s", 15) if ODD in args else ()
+        words = [self.folder / arg if arg in MODELS else arg for arg in args]
+        return super().flags(name, "--tokenizer-name", PRESET, *length, *words)
 
     def _options(self, run: Run) -> dict[str, object]:
         chapter = self.patched
@@ -142,48 +104,46 @@ def table(request, make_folder) -> Table:
     return Table(make_folder("table"), selected_runs(request))
 
 
-def on(shape: str, *args: object, model: tuple = ("-m", PRESET), **options: object) -> Run:
+def on(shape: str, *args: object, model: str = EVEN, **options: object) -> Run:
     """Return a run on this many rows x ranks in a row."""
     dp, tp = map(int, shape.split("x"))
-    words = (*model, "--precision", "fp32", "--tensor-parallel", tp, *args)
+    words = ("-m", model, "--precision", "fp32", "--tensor-parallel", tp, *args)
     return Run(CHAPTER, dp * tp, words, **options)
 
 
 def assert_chapter_1(table: Table, run: Run) -> None:
-    model = (ODD,) if ODD in run.args else ("-m", PRESET)
-    alone = table.alone(*model, "-b", 24, *KEPT)
+    model = run.args[run.args.index("-m") + 1]
+    alone = table.alone("-m", model, "-b", 24, *KEPT)
     assert_parity(table, alone, table.run(run), run.world_size)
 
 
 KEPT = ("--ckpt-freq", 4, "--keep-checkpoints", 9)
 FULL, SELECTIVE = (("--activation-checkpointing", how) for how in ("full", "selective"))
-QUICK = [on("1x2"), on("2x2", "-b", 3, *FULL)]
-SLOW = [
-    *(on("1x2", *FULL), on("2x1"), on("2x1", *FULL), on("2x2"), on("2x2", "-b", 3, *SELECTIVE)),
-    *(on("1x4"), on("2x2", "--cpu-offload"), on("1x2", model=(ODD,)), on("2x2", model=(ODD,))),
-]
+SHAPES = {
+    "1x2": (on("1x2", "-b", 24), ()),
+    "2x2 full": (on("2x2", "-b", 6, *FULL), pytest.mark.ci),
+    "2x2 odd": (on("2x2", "-b", 12, model=ODD), pytest.mark.nightly),
+    "2x1": (on("2x1", "-b", 12), pytest.mark.nightly),
+    "1x4": (on("1x4", "-b", 24), pytest.mark.nightly),
+    "2x2 selective": (on("2x2", "-b", 6, *SELECTIVE), pytest.mark.nightly),
+    "2x2 offload": (on("2x2", "-b", 12, "--cpu-offload"), pytest.mark.nightly),
+}
 
 
 @pytest.mark.parametrize(
-    "run", [*QUICK, *(pytest.param(run, marks=pytest.mark.ci) for run in SLOW)], ids=str
+    "run", [pytest.param(run, marks=tier, id=name) for name, (run, tier) in SHAPES.items()]
 )
 def test_same_training_on_a_table_of_ranks(table, run):
     assert_chapter_1(table, run)
 
 
-def hand_over(table: Table, source: str, name: str, step: int) -> None:
-    """Copy a run as it was after a step; the next start of `name` goes on from there."""
-    shutil.copytree(table.folder / source, table.folder / name)
-    go_back_to(step, table.folder / name)
-
-
 @pytest.mark.ci
 def test_run_goes_from_chapter_1_to_2_x_2_and_back(table):
-    alone = table.alone("-m", PRESET, "-b", 24, *KEPT)
-    there = on("2x2", "-b", 3, *KEPT)
-    hand_over(table, alone, there.name, 4)
-    hand_over(table, table.run(there), "back", 8)
-    assert finish(start(table.flags("back", "-m", PRESET, "-b", 24, *KEPT))) == 0
+    alone = table.alone("-m", EVEN, "-b", 24, *KEPT)
+    there = on("2x2", "-b", 12, *KEPT)
+    hand_over(table.folder / alone, table.folder / there.name, 4)
+    hand_over(table.folder / table.run(there), table.folder / "back", 8)
+    assert finish(start(table.flags("back", "-m", EVEN, "-b", 24, *KEPT))) == 0
     expected, *found = [table.metrics(name) for name in (alone, there.name, "back")]
     logged = [line["loss"] for line in expected]
     for metrics, first in zip(found, (4, 8), strict=True):
@@ -193,14 +153,14 @@ def test_run_goes_from_chapter_1_to_2_x_2_and_back(table):
     assert losses[8:] != [line["loss"] for line in found[0][8:]], "another order of sums"
 
 
-@pytest.mark.ci
+@pytest.mark.nightly
 def test_bf16_is_close_and_starts_from_pretrained_weights(table):
     """Each rank reads its slice of the files of another model."""
     torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_config(models.load_config(PRESET))
+    model = AutoModelForCausalLM.from_config(models.load_config(table.folder / EVEN))
     model.save_pretrained(table.folder / "saved")
-    words = ("-m", table.folder / "saved", "--tokenizer-name", PRESET, "--pretrained")
-    flags = {name: table.flags(name, *words, "-b", 6) for name in ("pretrained", "bf16")}
+    words = ("-m", table.folder / "saved", "--pretrained")
+    flags = {name: table.flags(name, *words, "-b", 12) for name in ("pretrained", "bf16")}
     assert finish(start(flags["pretrained"])) == 0
     parallel = [*flags["bf16"], "--tensor-parallel", 2, "--async-checkpoint"]
     assert Ranks(4, parallel, chapter=str(table.patched)).finish() == [0] * 4
@@ -221,15 +181,6 @@ def no_all_reduce(path: str) -> Iterator[None]:
     funcol.all_reduce = original
 
 
-@contextlib.contextmanager
-def copies_in_the_norm(path: str) -> Iterator[None]:
-    """The gradient norm counts a gradient once for each rank that has it."""
-    original = gradients._copies
-    gradients._copies = lambda gradient: 1
-    yield
-    gradients._copies = original
-
-
 SUMMED_TWICE = (
     "            scaler.unscale_(optimizer)",
     """            for parameter in model.parameters():
@@ -240,11 +191,10 @@ SUMMED_TWICE = (
 OTHER_DATA = (('mesh.get_local_rank("dp")', "rank % shape[0]"),)
 NOT_TIED = (("        model.tie_weights()  # the plan", "        # the plan"),)
 BUGS = {
-    "other data in a row": ("samples of a row", on("2x2", replaced=OTHER_DATA)),
-    "no all-reduce": ("loss", on("2x2", note=no_all_reduce)),
-    "a gradient counted twice": ("loss", on("2x2", replaced=(SUMMED_TWICE,))),
-    "a gradient twice in the norm": ("loss", on("2x2", note=copies_in_the_norm)),
-    "tied weights that come apart": ("loss", on("2x2", model=(ODD,), replaced=NOT_TIED)),
+    "other data in a row": ("samples of a row", on("2x2", "-b", 12, replaced=OTHER_DATA)),
+    "no all-reduce": ("loss", on("2x2", "-b", 12, note=no_all_reduce)),
+    "a gradient counted twice": ("loss", on("2x2", "-b", 12, replaced=(SUMMED_TWICE,))),
+    "tied weights that come apart": ("loss", on("2x2", "-b", 12, model=ODD, replaced=NOT_TIED)),
 }
 
 
@@ -254,47 +204,50 @@ def test_planted_bug_is_noticed(table, red, run):
         assert_chapter_1(table, run)
 
 
-@pytest.mark.ci
-def test_losses_show_that_a_row_has_other_data(table):
-    """Even where nobody looks at the samples."""
-    _, run = BUGS["other data in a row"]
-    alone = table.alone("-m", PRESET, "-b", 24, *KEPT)
-    expected, found = (table.metrics(name)[0]["loss"] for name in (alone, table.run(run)))
-    assert found != pytest.approx(expected, rel=1e-5)
+@pytest.mark.check
+@pytest.mark.parametrize("run", [run for _, run in BUGS.values() if run.replaced])
+def test_planted_texts_fit_the_patched_script(tmp_path, run):
+    patched = patch_chapter(tmp_path)
+    script = plant(str(patched), tmp_path / "planted", run.replaced) / "train_llm.py"
+    compile(script.read_text(), script, "exec")
 
 
 # --- bad input ---
 
-LIMIT = "must divide ranks, KV heads and MLP width, so also"
-REFUSED = [
-    (("-m", PRESET, "--tensor-parallel", 4), f"4 {LIMIT} 2."),
-    (("-m", "llama-tiny"), f"2 {LIMIT} 1."),
-    (("-m", "gpt2-tiny"), "2 needs a Llama model, not gpt2: give another -m."),
-    (("-m", PRESET, "--hsdp"), "2, leave out --hsdp, fp8, or checkpointing with --compile."),
-    (
-        ("-m", PRESET, "--compile", "--activation-checkpointing", "full"),
-        "2, leave out --hsdp, fp8, or checkpointing with --compile.",
-    ),
-]
 
-
-@pytest.mark.parametrize(("args", "sentence"), first_then_nightly(REFUSED))
-def test_bad_input(patched, corpus, tmp_path, args, sentence):
-    flags = ["-d", corpus, "-s", 32, "--save-dir", tmp_path, "--tensor-parallel", 2, *args]
-    files = [str(tmp_path / f"stderr-{rank}") for rank in range(2)]
-    ranks = Ranks(2, flags, chapter=str(patched), stderr_file=files, plant=say_it_soon)
-    assert ranks.finish() == [2, 2]
-    said = [Path(file).read_text() for file in files]
-    assert said[0].splitlines()[-1].endswith(f"--tensor-parallel {sentence}")
-    assert said[1].splitlines()[-1] == f"[rank 1] {said[0].splitlines()[-1]}"
-    assert "Traceback" not in "".join(said)
+@pytest.mark.check
+@pytest.mark.parametrize(
+    ("model", "n_ranks", "args", "sentence"),
+    [
+        (PRESET, 4, {}, "4 must divide ranks, KV heads and MLP width, so also 2."),
+        ("gpt2-tiny", 2, {}, "2 needs a Llama model, not gpt2: give another -m."),
+        (PRESET, 2, {"hsdp": True}, "2, leave out --hsdp, fp8,"),
+    ],
+)
+def test_bad_input(tmp_path, model, n_ranks, args, sentence):
+    script = load_script(patch_chapter(tmp_path) / "train_llm.py")
+    options = {"activation_checkpointing": "none", "hsdp": False, "precision": "bf16"}
+    args = argparse.Namespace(**options | args, tensor_parallel=n_ranks, compile=False)
+    with pytest.raises(InputError, match=f"--tensor-parallel {sentence}"):
+        script.tensor_parallel_plan(args, models.load_config(model), 2)
 
 
 # --- by hand ---
 
+WRONG = [
+    ("return all_reduce(tensor)", "return tensor.view_as(tensor)"),  # no sum of the outputs
+    ("return all_reduce(gradient)", "return gradient"),  # each rank has its part of the sum
+    ('"down": 1}', '"down": 0}'),  # the second layer cut like the first
+]
+for pair in WRONG:
+    register(f"{CHAPTER}/{BY_HAND.name}", [pair])
 
-def check_by_hand(text: str, n_ranks: int) -> None:
-    lines = text.splitlines()
+
+@pytest.mark.parametrize("n_ranks", first_then_nightly([2, 1, 4]))
+def test_mlp_by_hand(tmp_path, n_ranks):
+    statuses, printed = run_ranks(BY_HAND, tmp_path, n_ranks)
+    assert statuses == [0] * n_ranks
+    lines = printed.splitlines()
     assert sum("as on one rank" in line for line in lines) == 5
     part, sent = 352 // n_ranks, 2 * 2 * (n_ranks - 1) * 64 * 128 * 4 // n_ranks
     shapes = [[part, 128], [part, 128], [128, part]]
@@ -302,36 +255,7 @@ def check_by_hand(text: str, n_ranks: int) -> None:
     assert [line for line in lines if line.startswith("rank")] == first
 
 
-@pytest.mark.check
-def test_the_recorded_output_is_of_this_form():
-    recorded = (ROOT / CHAPTER / "recorded/tensor_parallel_by_hand.txt").read_text()
-    check_by_hand(recorded.split("\n", 2)[2], 2)
-
-
-@pytest.mark.parametrize("n_ranks", first_then_nightly([2, 1, 4]))
-def test_mlp_by_hand(tmp_path, n_ranks):
-    statuses, printed = run_ranks(BY_HAND, tmp_path, n_ranks)
-    assert statuses == [0] * n_ranks
-    check_by_hand(printed, n_ranks)
-
-
-@pytest.mark.ci
-def test_mlp_by_hand_as_the_reader_runs_it():
-    done = run_script(*TORCHRUN, 2, BY_HAND)
-    assert done.returncode == 0, done.stderr
-    check_by_hand(done.stdout, 2)
-
-
-@pytest.mark.parametrize(
-    "bug",
-    [
-        ("return all_reduce(tensor)", "return tensor.view_as(tensor)"),  # no sum of the outputs
-        ("return all_reduce(gradient)", "return gradient"),  # each rank has its part of the sum
-        ("return gradient  #", "return all_reduce(gradient)  #"),  # each gradient counted twice
-        ('"down": 1}', '"down": 0}'),  # the second layer cut like the first
-        ("w.detach().chunk(world_size, dims[name])[rank]", "w.detach().chunk(2, dims[name])[0]"),
-    ],
-)
+@pytest.mark.parametrize("bug", WRONG)
 def test_planted_wrong_mlp(tmp_path, bug):
     statuses, printed = run_ranks(BY_HAND, tmp_path, 2, bug)
     assert any(statuses) and "as on one rank" not in printed

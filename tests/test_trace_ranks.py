@@ -1,14 +1,16 @@
-"""Traces of ranks: the arithmetic on made-up events, and real runs on two ranks."""
+"""Traces of ranks: the arithmetic on made-up events, and a real run on two ranks."""
 
 import json
-import random
+import os
 import re
 import shlex
+import time
+from pathlib import Path
 
-import memory_timeline
 import pytest
-from helpers import ROOT, TORCHRUN, read_metrics, replace_in, run_script
-from runner import load_script
+from helpers import ROOT, TORCHRUN, first_then_nightly, replace_in, run_script
+from runner import Ranks, load_script
+from transformers import GPT2LMHeadModel
 
 SCRIPT = ROOT / "02-ddp/trace_ranks.py"
 PAGES = ("02-ddp/reference.md", "04-fsdp/reference.md")
@@ -61,12 +63,6 @@ def check_arithmetic(script) -> None:
     assert script.measure(STEPS + ON_GPU, on_gpu=True) == pytest.approx(expected)
     assert script.measure(STEPS + ON_CPU, on_gpu=False) == pytest.approx(expected)
     assert script.measure(STEPS + ON_CPU[:5], on_gpu=False)["exposed"] == 0
-    draw = random.Random(0)
-    for _ in range(20):  # the covered milliseconds, counted one by one
-        spans = [(start, start + draw.randint(0, 20)) for start in draw.choices(range(100), k=9)]
-        covered = {ms for start, end in spans for ms in range(start, end)}
-        assert script.covered(spans) == len(covered)
-    assert script.covered([]) == 0
 
 
 @pytest.mark.check
@@ -80,13 +76,8 @@ def test_exposed_communication_of_made_up_traces():
     [
         ("covered(communication + computation) -", "covered(communication) -"),
         ("max(span_start, end)", "span_start"),  # counts what two spans share twice
-        ("end = max(end, span_end)", "end = span_end"),  # forgets the longer span
-        ("sorted(spans)", "spans"),
         (' and event["tid"] not in gloo_threads', ""),
-        ("elif computes", "if computes"),
-        (', "gpu_memcpy"', ""),
         ("1000 / len(steps)", "1000"),
-        (' and category == "user_annotation"', ""),
     ],
 )
 def test_planted_error_in_the_arithmetic(tmp_path, right, wrong):
@@ -111,36 +102,6 @@ def test_the_straggler_is_the_rank_with_the_shortest_collectives():
         assert "No rank is late" in trace_ranks.name_straggler(by_rank(100.0, *equal))
 
 
-@pytest.mark.check
-def test_memory_of_a_made_up_step():
-    """The peak of each bin includes what is allocated and freed within it."""
-
-    def change(ms: float, total: int, size: int, device: int = 1) -> dict:
-        args = {"Total Allocated": total, "Bytes": size, "Device Type": device}
-        return {"ph": "i", "name": "[memory]", "ts": 1000 * ms, "args": args}
-
-    events = [
-        *(event("user_annotation", "update", 30, 40), event("user_annotation", "forward", 0, 10)),
-        *(event("user_annotation", "backward", 20, 30), event("cpu_op", "forward", 0, 99)),
-        event("user_annotation", "forward", 40, 50),  # of the next step
-        *(change(5.01, 300, 200), change(15.05, 100, -200), change(24.01, 900, 800)),
-        *(change(24.02, 100, -800), change(7, 12345, 12345, device=0), change(45, 7000, 6900)),
-    ]
-    step = memory_timeline.first_step(events, "cuda")
-    assert step["phases"] == [["forward", 0.0], ["backward", 0.5], ["update", 0.75]]
-    assert step["milliseconds"] == 40
-    expected = [100] * 50 + [300] * 101 + [100] * 249
-    expected[240] = 900
-    assert step["peak_bytes_by_bin"] == expected
-
-
-def trace(chapter: str, folder, *flags: object, script=None, skip: int = 4):
-    return run_script(
-        *(*TORCHRUN, 2, SCRIPT, "--skip-steps", skip, "--output", folder / "traces"),
-        *(script or ROOT / chapter / "train_llm.py", *SMALL, "--save-dir", folder, *flags),
-    )
-
-
 def read_table(printed: str) -> dict[int, dict[str, float]]:
     header, *rows = re.findall(r"^rank .*|^ +\d+(?: +[\d.]+){4}$", printed, re.MULTILINE)
     assert header.split() == ["rank", *COLUMNS]
@@ -150,18 +111,33 @@ def read_table(printed: str) -> dict[int, dict[str, float]]:
     }
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize("chapter", ["02-ddp", "04-fsdp"])
-def test_two_ranks(tmp_path, chapter):
-    flags = ("--max-steps", 7, "--log-freq", 1, "-e", "traced")
-    done = trace(chapter, tmp_path, *flags)
-    assert done.returncode == 0, done.stderr
-    table = read_table(done.stdout)
-    assert list(table) == [0, 1]
+def make_rank_1_late() -> None:
+    """Rank 1 sleeps before each collective that its gradients need."""
+    forward = GPT2LMHeadModel.forward
+
+    def late(self, *args: object, **options: object):
+        if self.training and os.environ["RANK"] == "1":
+            time.sleep(1.5)
+        return forward(self, *args, **options)
+
+    GPT2LMHeadModel.forward = late
+
+
+@pytest.mark.parametrize("chapter", first_then_nightly(["02-ddp", "04-fsdp"]))
+def test_two_ranks_of_which_one_is_late(tmp_path, chapter):
+    """It is named, and the table is that of the traces, whose steps have all phases."""
+    words = ["--skip-steps", 2, "--output", tmp_path / "traces", ROOT / chapter / "train_llm.py"]
+    words += [*SMALL, "--max-steps", 5, "--save-dir", tmp_path]
+    files = [str(tmp_path / f"stdout-{rank}") for rank in range(2)]
+    options = {"script": str(SCRIPT), "stdout_file": files, "plant": make_rank_1_late}
+    assert Ranks(2, words, **options).finish() == [0, 0]
+    printed = Path(files[0]).read_text()
+    assert "Rank 1 arrives last" in printed
+    table = read_table(printed)
+    assert list(table) == [0, 1] and table[0]["exposed"] > 1000
     for rank, times in table.items():
-        assert 0 <= times["exposed"] <= times["communication"] < times["step"]
+        assert 0 < times["exposed"] <= times["communication"] < times["step"]
         assert 0 < times["computation"] < times["step"]
-        assert times["communication"] > 0
         events = json.loads((tmp_path / f"traces/rank{rank}.json").read_text())["traceEvents"]
         again = trace_ranks.measure(events, on_gpu=False)
         assert again == pytest.approx(times, abs=0.051)  # one decimal is printed
@@ -169,33 +145,10 @@ def test_two_ranks(tmp_path, chapter):
         assert sum(name.startswith("ProfilerStep#") for name in names) == 3
         assert [names.count(phase) for phase in ("forward", "backward", "update")] == [3, 3, 3]
         assert ("gloo:all_gather" in names) == (chapter == "04-fsdp")
-    # The script trains as it does without the tracer.
-    plain = run_script(
-        *(*TORCHRUN, 2, f"{chapter}/train_llm.py", *SMALL, "--save-dir", tmp_path),
-        *(*flags[:-1], "plain"),
-    )
-    assert plain.returncode == 0, plain.stderr
-    losses = [[s["loss"] for s in read_metrics(tmp_path / name)] for name in ("traced", "plain")]
-    assert len(losses[0]) == 7
-    assert losses[0] == losses[1]
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize(("chapter", "slow_rank"), [("02-ddp", 1), ("02-ddp", 0), ("04-fsdp", 1)])
-def test_names_a_rank_that_sleeps(tmp_path, chapter, slow_rank):
-    script = tmp_path / "train_llm.py"
-    script.write_text((ROOT / chapter / "train_llm.py").read_text())
-    sleep = f'__import__("time").sleep(1.5 * (rank == {slow_rank}))'
-    replace_in(script, "batch = next(batches)\n", f"batch = next(batches)\n{' ' * 16}{sleep}\n")
-    done = trace(chapter, tmp_path, "--max-steps", 7, script=script)
-    assert done.returncode == 0, done.stderr
-    assert f"Rank {slow_rank} arrives last" in done.stdout
-    other = read_table(done.stdout)[1 - slow_rank]
-    assert other["exposed"] > 1000
-
-
-@pytest.mark.ci
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", first_then_nightly(PAGES))
 def test_the_command_of_a_page(page, tmp_path):
     (command,) = re.findall(r"^torchrun (.*trace_ranks\.py.*)$", (ROOT / page).read_text(), re.M)[
         :1
@@ -208,36 +161,15 @@ def test_the_command_of_a_page(page, tmp_path):
     assert "the steps 13 to 15" in done.stdout
 
 
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
+def test_bad_input(tmp_path):
+    for arguments, message in (
         (["no_such.py"], "There is no script no_such.py: give a chapter's train_llm.py."),
-        (
-            ["--memory-snapshot", "02-ddp/train_llm.py"],
-            "--memory-snapshot needs a GPU: leave it out.",
-        ),
-        (["--trace-steps", "0", "02-ddp/train_llm.py"], "'0' is not a whole number from 1"),
-        ([], "the following arguments are required: script"),
         (["02-ddp/train_llm.py", "--max-step", "3"], "did you mean --max-steps?"),
-    ],
-)
-def test_bad_input(arguments, message, tmp_path):
-    done = run_script(SCRIPT, "--output", tmp_path, *arguments)
-    assert done.returncode == 2
-    assert message in done.stderr
-    assert "Traceback" not in done.stderr
-    assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.ci
-def test_a_run_that_is_too_short(tmp_path):
-    chapter = ROOT / "01-single-gpu/train_llm.py"
-    done = run_script(
-        *(SCRIPT, "--output", tmp_path / "traces", chapter, *SMALL),
-        *("--save-dir", tmp_path, "--max-steps", 2),
-    )
-    assert done.returncode == 2
-    assert "The run took 2 steps, but the last traced step is 15" in done.stderr
+    ):
+        done = run_script(SCRIPT, "--output", tmp_path, *arguments)
+        assert done.returncode == 2
+        assert message in done.stderr and "Traceback" not in done.stderr
+        assert not list(tmp_path.iterdir())
 
 
 @pytest.mark.multi_gpu
@@ -252,5 +184,3 @@ def test_two_gpus(tmp_path, chapter):
         assert 0 <= times["exposed"] <= times["communication"] < times["step"]
         assert 0 < times["computation"] < times["step"]
         assert (tmp_path / f"traces/rank{rank}-memory.pickle").stat().st_size > 0
-        events = json.loads((tmp_path / f"traces/rank{rank}.json").read_text())["traceEvents"]
-        assert max(memory_timeline.first_step(events, "cuda")["peak_bytes_by_bin"]) > 1e7

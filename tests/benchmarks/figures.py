@@ -1,10 +1,10 @@
-"""Draw the figures of the pages.
+"""Draw the figures of the pages that show data.
 
 python tests/benchmarks/figures.py          writes the figures that changed
 python tests/benchmarks/figures.py --check  exits with status 1 if a file differs from its figure
 
-The modules in drawings/ draw them, one module for each chapter. A figure with measurements reads
-them from the result files in results/; a figure with predicted memory calls 04-fsdp/memory.py.
+A figure with measurements reads them from the result files in results/; a figure with predicted
+memory calls 04-fsdp/memory.py. All other SVG files of the pages were drawn by hand: edit the file.
 """
 
 import argparse
@@ -13,26 +13,24 @@ from collections.abc import Callable
 from pathlib import Path
 
 import picture
-from drawings import beyond, ddp, fsdp, mixed_precision, multi_node, single_gpu
+from drawings import charts
 
 REPOSITORY = Path(__file__).parents[2]
-CHAPTERS = {
-    "01-single-gpu": single_gpu.FIGURES,
-    "02-ddp": ddp.FIGURES,
-    "03-multi-node": multi_node.FIGURES,
-    "04-fsdp": fsdp.FIGURES,
-    "05-mixed-precision": mixed_precision.FIGURES | beyond.FIGURES,
+FIGURES = {
+    "01-single-gpu/chapters.svg": picture.picture,
+    "01-single-gpu/figures/step_memory.svg": charts.accumulation_memory,
+    "02-ddp/figures/scaling.svg": charts.scaling,
+    "03-multi-node/figures/nodes_cost.svg": charts.nodes_cost,
+    "04-fsdp/figures/step_memory.svg": charts.sharded_memory,
+    "04-fsdp/figures/measured_memory.svg": charts.measured_memory,
+    "05-mixed-precision/figures/ladder.svg": charts.ladder,
+    "05-mixed-precision/figures/limits.svg": charts.limits,
 }
 
 
 def figures() -> dict[Path, Callable[[], str]]:
     """Return the file of each figure, relative to the repository, and what draws it."""
-    found = {
-        Path(chapter, "figures", f"{name}.svg"): draw
-        for chapter, drawings in CHAPTERS.items()
-        for name, draw in drawings.items()
-    }
-    return {Path("01-single-gpu/chapters.svg"): picture.picture, **found}
+    return {Path(file): draw for file, draw in FIGURES.items()}
 
 
 def draw_all() -> dict[Path, str]:

@@ -1,12 +1,10 @@
-"""05-mixed-precision/growth.py: what it starts from, what it predicts, and how far off it is.
+"""05-mixed-precision/growth.py: what it starts from, and what it predicts.
 
 python tests/benchmarks/growth_check.py --output tests/benchmarks/results/growth.json
 
 Writes what growth.py starts from into growth.json beside it, and the predictions into --output.
-Everything is read from result files; nothing is timed here. A prediction is made of the row on the
-fewest GPUs and compared with those on more. What it leaves out, the wait for the slowest GPU, is
-fitted once for each file, on two GPUs, and checked on those that are left; nodes_gpu, which has no
-such rows, takes ddp_gpu's.
+Everything is read from result files; nothing is timed here. How far the predictions are from what
+was measured on several GPUs is in growth_checks.json, made at the commit that it names.
 """
 
 import argparse
@@ -55,40 +53,28 @@ def measured_bus() -> float:
     return 2 * (n - 1) / n * found["gradient_bytes"] / seconds
 
 
-def step_ms(row: dict) -> float:
-    """Return the milliseconds of a step, less those in which it waited for data."""
-    values = median_run(row)
-    return values["time/total"] - values.get("time/data", 0.0)
-
-
 def seconds_of(values: dict) -> list[float]:
     return [values[f"time/{phase}"] / 1000 for phase in PHASES]
 
 
 def works() -> dict:
-    """Return the two models in bfloat16, from the result file that each names.
+    """Return the two models in bfloat16, and the result file that each comes from.
 
-    The 8B model does not fit on one GPU. Its passes are those of a step on two, less what two send
-    that nothing hides, and its update that of the part of one, as often as there are parts.
+    The 8B model does not fit on one GPU. Its passes are those of a step on two GPUs, less the
+    exposed communication, and its update is that of one GPU, as often as there are shards.
     """
     rows = read("comparison_gpu")["rows"]
     (row,) = (r for r in rows if (r["strategy"], r["precision"]) == ("single", "bf16"))
     small = [row["summary"]["speed"]["ms"][phase] / 1000 for phase in PHASES]
     gpt2 = growth.work_of("ddp", "gpt2", 1024, 64 * 1024, *small)
-    eight, _ = on_two(growth.Cluster(measured_bus()), "bf16, compiled")
+    row = row_of("fsdp_precision", "bf16, compiled")
+    eight = growth.work_of("fsdp", "llama-3.1-8b", 8192, 8192, *seconds_of(median_run(row)))
+    sent = growth.exposed(eight, row["gpus"], growth.Cluster(measured_bus()))
+    eight = replace(eight, backward=eight.backward - sent, update=row["gpus"] * eight.update)
     return {
         GPT2: {"work": asdict(gpt2), "from": "comparison_gpu"},
         EIGHT: {"work": asdict(eight), "from": "fsdp_precision"},
     }
-
-
-def on_two(cluster, label: str):
-    """Return the Work of a step of the 8B model, from a row on two GPUs, and the row."""
-    row = row_of("fsdp_precision", label)
-    tokens = 8192 * (2 if "2 sequences" in label else 1)
-    eight = growth.work_of("fsdp", "llama-3.1-8b", 8192, tokens, *seconds_of(median_run(row)))
-    sent = growth.exposed(eight, row["gpus"], cluster)
-    return replace(eight, backward=eight.backward - sent, update=row["gpus"] * eight.update), row
 
 
 def row_of(file: str, label: str) -> dict:
@@ -96,167 +82,17 @@ def row_of(file: str, label: str) -> dict:
     return row
 
 
-def series(cluster, source: str, label: str, work, rows: dict[int, dict]) -> list[dict]:
-    """Predict a file's rows by number of GPUs from the one on one GPU; fit the wait on two."""
-    base = step_ms(rows[1]) / 1000
-    passes = base - work.update
-    scale = passes / (work.forward + work.backward)  # with what no phase holds
-    work = replace(work, forward=scale * work.forward, backward=scale * work.backward)
-    two = step_ms(rows[2]) / 1000
-    wait = two - growth.step(work, 2, cluster)
-    found = []
-    for n in sorted(set(rows) - {1}):
-        measured = step_ms(rows[n])
-        entry = {
-            "source": source,
-            "label": label,
-            "gpus": n,
-            "measured_ms": measured,
-            "ideal_ms": 1000 * growth.step(work, n, cluster),
-        }
-        if n != 2:
-            entry["with_wait_ms"] = 1000 * growth.step(work, n, cluster, wait)
-        found.append(entry)
-    return found
-
-
-def checks(cluster) -> list[dict]:
-    """Return measured and predicted times of what there is on several GPUs."""
-    ddp = {row["label"]: row for row in read("ddp_gpu")["rows"]}
-    rows = {n: ddp[f"02-ddp on {n}"] for n in (1, 2, 4, 8)}
-    work = growth.work_of("ddp", "gpt2", 1024, 65536, *seconds_of(median_run(rows[1])))
-    found = series(cluster, "ddp_gpu", "chapter 2, TF32", work, rows)
-    nodes = {row["label"]: row for row in read("nodes_gpu")["rows"]}
-    mixed = {1: rows[1], 2: rows[2], 4: nodes["03-multi-node on 4"]}
-    label = "chapter 3, TF32, from ddp_gpu's one GPU"
-    found += series(cluster, "nodes_gpu", label, work, mixed)[1:]
-    fsdp = {row["label"]: row for row in read("fsdp_gpt2")["rows"]}
-    for chapter, strategy in (("03-multi-node", "ddp"), ("04-fsdp", "fsdp")):
-        rows = {
-            n: row for n in (1, 2, 4, 8) if measured_runs(row := fsdp.get(f"{chapter} on {n}", {}))
-        }
-        work = growth.work_of(strategy, "gpt2", 1024, 65536, *seconds_of(median_run(rows[1])))
-        label = f"chapter {chapter[1]}, TF32"
-        found += series(cluster, "fsdp_gpt2", label, replace(work, gathered=4), rows)
-    mixed = {row["label"]: row for row in read("gpt2_bf16_scaling")["rows"]}
-    for name, strategy in (("baseline", "ddp"), ("05-mixed-precision", "fsdp")):
-        rows = {n: mixed[f"{name} on {n}"] for n in (1, 2)}
-        phases = seconds_of(median_run(mixed["05-mixed-precision on 1"]))  # a bare loop has none
-        work = growth.work_of(strategy, "gpt2", 1024, 65536, *phases)
-        label = f"{'bare loop' if strategy == 'ddp' else 'chapter 5'}, bf16"
-        found += series(cluster, "gpt2_bf16_scaling", label, work, rows)
-    return found + from_two_to_four(cluster) + differences(cluster)
-
-
-def from_two_to_four(cluster) -> list[dict]:
-    """Predict the 8B model on four GPUs from two: what no phase holds takes as long as there."""
-    found = []
-    for precision in ("bf16, compiled", "fp8, compiled"):
-        for label in (precision, f"{precision}, 2 sequences"):
-            work, two = on_two(cluster, label)
-            four = row_of("fsdp_precision_4", label)
-            faster = growth.step(work, two["gpus"], cluster) - growth.step(
-                work, four["gpus"], cluster
-            )
-            found.append(
-                {
-                    "source": "fsdp_precision_4",
-                    "label": f"8B: {label}, from two GPUs",
-                    "gpus": four["gpus"],
-                    "measured_ms": step_ms(four),
-                    "ideal_ms": step_ms(two) - 1000 * faster,
-                }
-            )
-    return found
-
-
-def differences(cluster) -> list[dict]:
-    """Return what sending adds to a pass or a step, where a file has both with and without."""
-    buckets = read("buckets_gpu")
-    n, ms = buckets["world_size"], {name: each["median"] for name, each in buckets["ms"].items()}
-    nothing = ms["default, nothing sent"] / 1000
-    # A third of a pass is forward, two thirds are backward: appendix B of arxiv.org/abs/2204.02311.
-    work = growth.work_of("ddp", "gpt2", 1024, 16384, nothing / 3, 2 * nothing / 3, 0.0)
-    label = "chapter 2's buckets, a pass of 16 x 1024, TF32"
-    found = [
-        {
-            "source": "buckets_gpu",
-            "label": f"{label}, default",
-            "gpus": n,
-            "measured_ms": ms["default"],
-            "ideal_ms": 1000 * growth.step(work, n, cluster),
-        },
-        {
-            "source": "buckets_gpu",
-            "label": f"{label}, all in one",
-            "gpus": n,
-            "measured_ms": ms["all in one"],
-            "ideal_ms": ms["all in one, nothing sent"]
-            + 1000 * growth.all_reduce(buckets["gradient_bytes"], n, cluster),
-        },
-    ]
-    rows = {row["label"]: row for row in read("fsdp_options")["rows"]}
-    for one, other in (
-        ("full", "full, no reshard"),
-        ("full, 2 micro-batches, all reduced", "full, 2 micro-batches"),
-    ):
-        with_more, without = (median_run(rows[name])["time/total"] for name in (one, other))
-        micro = 2 if "2 micro" in one else 1
-        work = growth.work_of(
-            "fsdp", "llama-3.1-8b", 8192, 8192, *seconds_of(median_run(rows[one]))
-        )
-        work = replace(
-            work, gathered=4, forward=work.forward / micro, backward=work.backward / micro
-        )
-        found.append(
-            {
-                "source": "fsdp_options",
-                "label": f"8B, TF32: {one}, from {other.removeprefix('full, ')}",
-                "gpus": rows[one]["gpus"],
-                "measured_ms": with_more,
-                "ideal_ms": without + 1000 * hidden_behind(work, rows[one]["gpus"], cluster, micro),
-            }
-        )
-    return found
-
-
-def hidden_behind(work, n: int, cluster, micro: int) -> float:
-    """Return the seconds that gathering again, or one more sum of gradients, adds to a step."""
-    gather = scatter = growth.one_way(4 * work.layer, n, cluster)
-    block = (1 - 6 * work.embedding / work.flops) / work.layers * work.backward
-    if micro == 1:  # the sum is there in both
-        return work.layers * (max(0.0, gather + scatter - block) - max(0.0, scatter - block))
-    root = growth.one_way(4 * work.root, n, cluster)
-    return root + work.layers * max(0.0, gather + scatter - block)
-
-
-def waited(work, cluster) -> float:
-    """Return the seconds that two GPUs with DDP wait for each other in a step in bfloat16.
-
-    It is what the second GPU costs the bare loop, less what nothing hides of the sending.
-    """
-    steps = {row["label"]: step_ms(row) for row in read("gpt2_bf16_scaling")["rows"]}
-    cost = (steps["baseline on 2"] - steps["baseline on 1"]) / 1000
-    return cost - growth.exposed(work, 2, cluster)
-
-
 def paper(bus: float, inputs: dict) -> list[dict]:
-    """Return a row for each model, port and number of GPUs.
-
-    with_wait: tokens/s against as many times one GPU's, if GPUs with DDP wait for each other as two
-    were seen to; None where that is not known.
-    """
+    """Return a row for each model, port and number of GPUs."""
     found = []
     for title, given in inputs.items():
         work = growth.Work(**given["work"])
         for port, rate in PORTS.items():
             cluster = growth.Cluster(bus, rate)
-            wait = waited(work, cluster) if work.strategy == "ddp" else None
             for n in growth.GPUS:
                 if n <= cluster.node and port != next(iter(PORTS)):
                     continue  # no network there
                 per_gpu = work.tokens / growth.step(work, n, cluster)
-                one, several = (growth.step(work, k, cluster) for k in (1, n))
                 weights = work.layers * work.layer + work.root
                 found.append(
                     {
@@ -268,7 +104,6 @@ def paper(bus: float, inputs: dict) -> list[dict]:
                         "mfu": per_gpu * work.flops / growth.PEAK,
                         "exposed_ms": 1000 * growth.exposed(work, n, cluster),
                         "states_gib": 16 * weights / (n if work.strategy == "fsdp" else 1) / 2**30,
-                        "with_wait": one / (several + wait) if wait and n > 1 else None,
                         "smallest_batch": growth.smallest_batch(work, n, cluster, 0.9),
                     }
                 )
@@ -324,17 +159,9 @@ def main() -> None:
     bus, inputs = measured_bus(), works()
     for title, each in inputs.items():
         each["global_batch"], each["seq_length"] = BATCHES[title]
-    compared = checks(growth.Cluster(bus))
-    for row in compared:
-        best = row.get("with_wait_ms", row["ideal_ms"])
-        print(f"{row['label'][:52]:52} {row['gpus']:2} {row['measured_ms']:9.1f} {best:9.1f}")
     growth.INPUTS.write_text(json.dumps({"bus": bus, "works": inputs}, indent=1) + "\n")
     print(f"wrote {growth.INPUTS}")
-    results = {
-        "checks": compared,
-        "paper": paper(bus, inputs),
-        "limits": limits(bus, inputs),
-    }
+    results = {"paper": paper(bus, inputs), "limits": limits(bus, inputs)}
     write_result(args.output, results)
     draw(bus, inputs, args.chart)
 

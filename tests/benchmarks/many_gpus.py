@@ -1,4 +1,4 @@
-"""What several GPUs of one host do, in five parts that take at most ten minutes each.
+"""What several GPUs of one host do, in six parts that take at most ten minutes each.
 
 python tests/benchmarks/many_gpus.py gpt2 --output many_gpus_gpt2.json
 
@@ -18,6 +18,7 @@ with --torchtitan the package torchtitan 0.2.2, if Python finds it.
 """
 
 import argparse
+import atexit
 import contextlib
 import fnmatch
 import itertools
@@ -81,8 +82,9 @@ NANOGPT_LINE = (
 TITAN = """-m torchtitan.train --model.name llama3 --model.flavor 8B
     --training.dataset c4_test --training.dataset_path none --training.steps {steps}
     --training.seq_len {seq_length} --training.local_batch_size {sequences}
-    --metrics.log_freq 2 --metrics.disable_color_printing --activation_checkpoint.mode {recompute}
-    --activation_checkpoint.selective_ac_option op --compile.enable
+    --training.dataloader.num_workers 1 --metrics.log_freq 2 --metrics.disable_color_printing
+    --activation_checkpoint.mode {recompute} --activation_checkpoint.selective_ac_option op
+    --compile.enable
     --quantize.linear.float8.enable_fsdp_float8_all_gather
     --quantize.linear.float8.precompute_float8_dynamic_scale_for_fsdp
     --quantize.linear.float8.filter_fqns output"""
@@ -91,10 +93,12 @@ TITAN_LINE = (
     r".* tps:\s*(?P<tokens_per_s_per_device>[\d,]+)"
 )
 TITAN_DATASETS = """
-class Dataset: pass
+class Dataset(list):
+    def skip(self, count):
+        return self[count:]
 def load_dataset(*args, **kwargs):
     numbers = [str(n * n) for n in range(10000)]
-    return [{"text": " ".join(numbers[n : n + 2000])} for n in range(8000)]
+    return Dataset({"text": " ".join(numbers[n : n + 2000])} for n in range(8000))
 """
 ITEM_BYTES = {"Byte": 1, "Half": 2, "BFloat16": 2, "Int": 4, "Float": 4, "Long": 8, "Double": 8}
 # PyTorch's Flight Recorder notes the collectives of a rank, and writes them when it is asked to.
@@ -116,6 +120,7 @@ class Benchmark:
             [sys.executable, "-c", MACHINE], cwd=Path(__file__).parent
         )
         self.machine = json.loads(described) | {"command": shlex.join(["python", *sys.argv])}
+        self.machine["nccl_environment"] = {k: v for k, v in os.environ.items() if "NCCL" in k}
         self.sequences = args.sequences or (2 if self.machine["gpu_memory_gib"] > 100 else 1)
         self.tokens = self.folder / "tokens/edu_fineweb10B"  # train_gpt2.py expects this name
         self.tokens.mkdir(parents=True, exist_ok=True)
@@ -200,6 +205,7 @@ class Benchmark:
             "PYTHONPATH": ":".join(str(path) for path in paths if path),
             "OMP_NUM_THREADS": str(max(1, os.cpu_count() // self.gpus // 2)),
             "TORCHINDUCTOR_CACHE_DIR": str(self.folder / "inductor"),
+            "PYTHONUNBUFFERED": "1",
             "WANDB_MODE": "disabled",
         }
         command = ["python", *TORCHRUN.split(), str(row["gpus"]), *words]
@@ -219,6 +225,8 @@ class Benchmark:
             if torch.cuda.is_available():
                 visible = visible_gpus(first_gpu + node * gpus_per_node, gpus_per_node)
                 environment["CUDA_VISIBLE_DEVICES"] = visible
+            if not node:
+                atexit.register(stop, [row])
             with (folder / f"log-{node}").open("w") as log:
                 options = {"stdout": log, "stderr": subprocess.STDOUT, "env": environment}
                 where = row.get("where", REPOSITORY)
@@ -286,7 +294,7 @@ class Benchmark:
                 row |= {"steps": steps, "warm_up": warm_up, "side_by_side": len(group)}
                 if "failed" not in row:
                     row["losses"] = [line["loss"] for line in self.lines(row) if "loss" in line]
-                    row.setdefault("runs", []).append(medians(self.lines(row), warm_up))
+                    row.setdefault("runs", []).append(medians(self.lines(row), warm_up, steps))
                     row["runs"][-1]["first_line_s"] = row["seen"][1][0] - row["seen"][0][0]
                     if (record := row["run_folder"] / "record-0").exists():
                         row["one_step_of_rank_0"] = traffic(record)
@@ -298,7 +306,7 @@ class Benchmark:
         on_one = {each["label"]: each["runs"] for each in self.rows if "runs" in each}
         for each in self.rows:
             base = on_one.get(re.sub(r" on \d+$", " on 1", each["label"]))
-            if base and "runs" in each:
+            if base and "runs" in each and each["gpus"] > 1:
                 speed = max(run["tokens_per_s_per_device"] for run in each["runs"])
                 each["efficiency"] = speed / max(run["tokens_per_s_per_device"] for run in base)
         internal = ("words", "processes", "seen", "run_folder", "line", "where", "asked")
@@ -439,38 +447,41 @@ class Benchmark:
         stop([row])
 
     def saves(self) -> None:
-        """Save the model and its optimizer state once, in the 10th step."""
+        """Save the model and its optimizer state twice."""
+        every = self.args.save_every
         args = f"{self.llama_model()} -s {self.args.seq_length} -b 1 {FULL} --log-freq 1"
-        args += f" --global-batch-size {self.gpus} --ckpt-freq 10 --keep-checkpoints 1"
-        for label, more in (("asynchronous save", "--async-checkpoint"), ("synchronous save", "")):
-            row = self.row(f"{label} on {self.gpus}", MIXED, self.gpus, f"{args} {more}")
-            written: list[float] = []
+        args += f" --global-batch-size {self.gpus} --ckpt-freq {every} --keep-checkpoints 1"
+        for label, more in (("asynchronous", " --async-checkpoint"), ("synchronous", "")):
+            row = self.row(f"{label} saves on {self.gpus}", MIXED, self.gpus, args + more)
+            written: dict[int, float] = {}  # when a checkpoint was complete, by its step
 
-            def is_done(row: dict, written: list[float] = written) -> bool:
-                if not written and list(row["run_folder"].glob("checkpoints/step-*10/.metadata")):
-                    written.append(time.monotonic())
-                return bool(written) and row["seen"][-1][1] > 10
+            def is_done(row: dict, written: dict[int, float] = written) -> bool:
+                for file in row["run_folder"].glob("checkpoints/step-*/.metadata"):
+                    written.setdefault(int(file.parent.name.split("-")[1]), time.monotonic())
+                return 2 * every in written and row["seen"][-1][1] > 2 * every
 
             self.start(row)
             self.watch([row], is_done)
             stop([row])
-            if "failed" not in row:
-                times = {step: t for t, step in row["seen"]}
-                usual = statistics.median(times[step + 1] - times[step] for step in range(4, 9))
-                during = [times[s] - times[s - 1] for s in times if 11 < s < 20]
-                row["found"] = {
+            times = {step: seconds for seconds, step in row["seen"]}
+            step_s = {step: times[step] - times[step - 1] for step in times if step - 1 in times}
+            usual = statistics.median(step_s[step] for step in range(3, every))
+            row["found"] = [
+                {
                     "usual_step_s": usual,
-                    "stands_still_s": times[11] - times[10] - usual,
-                    "written_s": written[0] - times[10],
-                    "step_while_writing_s": statistics.median(during) if during else None,
+                    "stands_still_s": step_s[step + 1] - usual,
+                    "written_s": seconds - times[step],
                 }
+                for step, seconds in written.items()
+                if step + 1 in step_s
+            ]
             self.report(row)
             shutil.rmtree(row["run_folder"])  # a checkpoint of 8B parameters has 96 GB
 
 
-def medians(lines: list[dict], warm_up: int) -> dict[str, float]:
+def medians(lines: list[dict], warm_up: int, steps: int) -> dict[str, float]:
     """Return the median of each number over the log lines after the warm-up."""
-    lines = [line for line in lines if line["step"] > warm_up and "loss" in line]
+    lines = [line for line in lines if warm_up < line["step"] <= steps and "loss" in line]
     keys = [key for key, value in lines[0].items() if isinstance(value, float)]
     speeds = [line["tokens_per_s"] for line in lines]
     found = {key: statistics.median(line[key] for line in lines) for key in keys}
@@ -490,18 +501,25 @@ def traffic(record: Path) -> list[dict]:
     content = pickle.loads(record.read_bytes())
     steps: list[dict] = [{}]
     for entry in content["entries"]:
-        kind = entry["profiling_name"].removeprefix("nccl:").strip("_").removesuffix("_base")
-        ranks = json.loads(content["pg_config"][entry["process_group"][0]]["ranks"])
+        number, group = entry["process_group"]
+        ranks = len(json.loads(content["pg_config"][number]["ranks"]))
         sizes = {
             way: sum(map(math.prod, entry[f"{way}_sizes"])) * ITEM_BYTES[entry[f"{way}_dtypes"][0]]
             for way in ("input", "output")
         }
-        total = steps[-1].setdefault((kind, len(ranks)), {"calls": 0, "bytes": 0})
+        name = entry["profiling_name"].removeprefix("nccl:")
+        total = steps[-1].setdefault((name, group, ranks), {"calls": 0, "bytes": 0})
         total["calls"] += 1
         total["bytes"] += max(sizes.values())
-        if "all" in kind and entry["input_dtypes"] == ["Long"] and sizes["input"] == 8:
-            steps.append({})  # the ranks have agreed whether to stop, at the end of a step
-    return [{"collective": k, "ranks": n, **total} for (k, n), total in steps[-2].items()]
+        # At the end of a step, the ranks add up how many stop signals they have received.
+        if (name, entry["input_dtypes"], sizes["input"]) == ("all_reduce", ["Long"], 8):
+            steps.append({})
+    found = []
+    for (name, group, ranks), total in steps[-2].items():
+        factor = 2 if name == "all_reduce" else 1  # all-gather and reduce-scatter
+        sent = factor * (ranks - 1) * total["bytes"] // ranks
+        found.append({"collective": name, "group": group, **total, "sent_in_a_ring": sent})
+    return found
 
 
 def worker(row: dict, rank: int) -> int:
@@ -536,7 +554,7 @@ def main() -> None:
     add("--folder", default="/tmp/many_gpus", help="for tokens, weights and runs")
     add("--only", default="*", help="labels, for example '*on 4'")
     add("--seconds", type=float, default=480, help="start no run after this many seconds")
-    add("--limit", type=float, default=180, help="seconds that one run may take")
+    add("--limit", type=float, default=240, help="seconds that one run may take")
     add("--runs", type=int, default=2, help="of GPT-2 on all GPUs")
     add("--steps", type=int, help="of one run that measures speed")
     add("--kills", type=int, default=10)
@@ -547,7 +565,9 @@ def main() -> None:
     add("--sequences", type=int, help="per GPU for llama (default: 2 above 100 GiB, otherwise 1)")
     add("--nanogpt", type=Path, help="path of build-nanogpt's train_gpt2.py")
     add("--torchtitan", action="store_true", help="measure torchtitan, too")
+    add("--save-every", type=int, default=40, help="steps between two saves of the large model")
     args = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # sys.exit calls what atexit knows
     getattr(Benchmark(args), args.part)()
 
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import report
-from drawings.results import rows_of
+from drawings.charts import rows_of
 from drawings.svg import LARGE, LEFT, RIGHT, SMALL, document, heading, legend, line, rect, text
 
 sys.path.append(str(Path(__file__).parents[1]))

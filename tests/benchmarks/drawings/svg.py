@@ -24,7 +24,6 @@ FILLS = {
     "red": "#d55e00",
     "purple": "#cc79a7",
 }
-RANK_FILLS = ("orange", "sky", "green", "purple")  # of ranks 0 to 3
 # Class, property: colour in light mode, colour in dark mode.
 COLOURS = {
     ("text", "fill"): ("#1f2328", "#f0f3f6"),
@@ -98,29 +97,11 @@ def lines_of_text(
     ]
 
 
-def on(fill: str) -> str:
-    """Return the class of text on a fill."""
-    return "light" if fill.split()[0] == "blue" and "pale" not in fill else "dark"
-
-
 def rect(x: float, y: float, width: float, height: float, style: str, radius: int = 0) -> str:
     """Return a rectangle; style: classes, for example "blue edge", "panel" or "empty"."""
     corners = f' rx="{radius}"' if radius else ""
     size = f'width="{width:.6g}" height="{height:.6g}"'
     return f'<rect x="{x:.6g}" y="{y:.6g}" {size}{corners} class="{style}"/>'
-
-
-def box(
-    x: float, y: float, width: float, height: float, fill: str, content: str, size: int = NORMAL
-) -> list[str]:
-    """Return a filled rectangle with a line of text in its middle."""
-    colour = "" if fill in ("panel", "empty") else on(fill)
-    return [
-        rect(x, y, width, height, f"{fill} edge" if colour else fill, 4),
-        text(
-            x + width / 2, y + height / 2 + 0.35 * size, content, size, f"middle {colour}".strip()
-        ),
-    ]
 
 
 def line(x1: float, y1: float, x2: float, y2: float, style: str = "line") -> str:
@@ -129,20 +110,6 @@ def line(x1: float, y1: float, x2: float, y2: float, style: str = "line") -> str
 
 def path(points: str, style: str) -> str:
     return f'<path d="{points}" class="{style}"/>'
-
-
-def arrow(x1: float, y1: float, x2: float, y2: float, style: str = "line", size: float = 9) -> str:
-    """Return a line from (x1, y1) with an arrow head that ends at (x2, y2)."""
-    length = ((x2 - x1) ** 2 + (y2 - y1) ** 2) ** 0.5
-    dx, dy = (x2 - x1) / length, (y2 - y1) / length
-    bx, by = x2 - size * dx, y2 - size * dy  # the middle of the base of the head
-    wing = 0.55 * size
-    head = (
-        f"M{x2:.1f} {y2:.1f}L{bx - wing * dy:.1f} {by + wing * dx:.1f}"
-        f"L{bx + wing * dy:.1f} {by - wing * dx:.1f}Z"
-    )
-    shaft = f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{bx:.1f}" y2="{by:.1f}" class="{style}"/>'
-    return shaft + f'<path d="{head}" class="head"/>'
 
 
 def area(xs: list[float], lower: list[float], upper: list[float], style: str) -> str:
