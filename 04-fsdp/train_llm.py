@@ -72,7 +72,7 @@ def get_args() -> argparse.Namespace:
     add("-b", "--batch-size", default=8, type=at_least(1), help="limit per device and micro-batch")
     add("--global-batch-size", default=24, type=at_least(1), help="sequences per step, all devices")
     add("--lr", type=at_least(0.0), help="peak (default: 1 / model width, or 5e-5 if pretrained)")
-    add("--beta1", default=0.8, type=cli.share, help="decay of AdamW's mean of the gradients")
+    add("--beta1", default=0.8, type=cli.decay, help="decay of AdamW's mean of the gradients")
     add("--warmup-steps", type=at_least(0), help="steps (default: a quarter of all, <= 100)")
     add("--weight-decay", default=0.1, type=at_least(0.0), help="AdamW's weight decay")
     add("--max-grad-norm", default=1.0, type=cli.above_zero, help="clip above this; inf: never")
@@ -287,7 +287,7 @@ def main() -> None:
     batches = None
     model.train()  # turns dropout on, if the model has any
     # Python's garbage collector would pause some steps for up to 0.4 s. From here on it runs only
-    # when a step is logged, and it ignores all that exists now.
+    # when a step is logged, and it ignores all objects that exist now.
     gc.freeze()
     gc.disable()
     while state["step"] < total_steps:
@@ -366,9 +366,7 @@ def main() -> None:
             cli.show_metrics(logger, progress_bar, metrics)
         if state["step"] % args.ckpt_freq == 0 or last or stop:
             with timers("save"):  # if the process is killed here, the previous checkpoint is valid
-                save(
-                    run_dir, model, optimizer, lr_scheduler, state, args.keep_checkpoints
-                )
+                save(run_dir, model, optimizer, lr_scheduler, state, args.keep_checkpoints)
         if stop:
             break
     progress_bar.close()

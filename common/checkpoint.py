@@ -1,18 +1,20 @@
 """Checkpoints that resume a run exactly, in any chapter and on any number of ranks.
 
-PyTorch's distributed checkpoint (DCP) writes a folder: each rank its part and, when all parts are
-complete, rank 0 the file .metadata, which it renames into place. So a folder with .metadata is
-complete, on a disk and in a store, and a kill at any moment leaves the last complete folder as it
-was.
+PyTorch's distributed checkpoint (DCP) writes a folder. Each rank writes its part. When all parts
+are complete, rank 0 writes the file .metadata and renames it into place. So a folder with .metadata
+is complete, on a disk and in a store, and a kill at any moment leaves the last complete folder as
+it was.
 
     <run>/state.json                   the settings that must not change, and the newest step
     <run>/checkpoints/step-00000100/   what the next step depends on
 """
 
 import argparse
+import contextlib
 import datetime
 import json
 import os
+import pickle
 import random
 import re
 import warnings
@@ -227,7 +229,7 @@ def load_checkpoint(
                 "another -e."
             )
     if rank == 0:  # before the first checkpoint, which is never without its settings
-        _write_state(run_dir, {**read_state(run_dir), "format": FORMAT, "training": settings})
+        _write_state(run_dir, {**read_state(run_dir), "training": settings})
     if path is None:
         return False
     damaged = gather({0: damaged_file(path)} if rank == 0 else {})[0]
@@ -352,8 +354,9 @@ def _try(folder: Path, action: Callable[[], object], ranks: tuple[int, ...] | No
         except (Exception, CheckpointException) as error:
             failures[rank] = _reason_of(error)
     if failures := gather(failures):
-        if rank == 0 and not is_complete(folder):
-            remove_folder(folder)
+        with contextlib.suppress(Exception):  # the next save tries again
+            if rank == 0 and not is_complete(folder):
+                remove_folder(folder)
         raise InputError(
             f"The checkpoint {folder} could not be written ({next(iter(failures.values()))}): is "
             "the disk full? The previous checkpoint is kept; start the same command again to "
@@ -373,8 +376,12 @@ def is_complete(folder: Path) -> bool:
 
 def damaged_file(path: Path) -> Path | None:
     """Return a file of a checkpoint that is missing or too short, or None if there is none."""
+    try:
+        parts = reader_of(path).read_metadata().storage_data.values()
+    except (pickle.UnpicklingError, EOFError, ValueError, AttributeError, ImportError, IndexError):
+        return path / ".metadata"
     sizes: dict[str, int] = defaultdict(int)
-    for part in reader_of(path).read_metadata().storage_data.values():
+    for part in parts:
         sizes[part.relative_path] = max(sizes[part.relative_path], part.offset + part.length)
     for name, size in sizes.items():
         file = path / name
@@ -387,11 +394,14 @@ def read_state(run_dir: Path) -> dict:
     """Return the content of state.json, {} without one. Raises InputError if it is damaged."""
     file = run_dir / "state.json"
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
+        state = json.loads(file.read_text(encoding="utf-8"))
+        if state["format"] not in (1, FORMAT):
+            raise ValueError(f"format {state['format']}, not {FORMAT}")
+        return state
     except FileNotFoundError:
         return {}
-    except ValueError as error:
-        raise InputError(f"{file} is damaged ({error}): give another -e.") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise InputError(f"{file} is damaged ({error!r}): give another -e.") from error
 
 
 def _write_state(run_dir: Path, content: dict) -> None:
@@ -399,7 +409,7 @@ def _write_state(run_dir: Path, content: dict) -> None:
     local = local_run_dir(run_dir) / "state.json"
     temporary = local.with_suffix(".json.tmp")
     with temporary.open("w", encoding="utf-8") as file:
-        json.dump(content, file, indent=1)
+        json.dump({**content, "format": FORMAT}, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(local)

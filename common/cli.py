@@ -108,8 +108,9 @@ def at_least(low: int | float) -> Callable[[str], int | float]:
     return _number(type(low), lambda value: low <= value <= 2**31, description)
 
 
-# Two more argparse types. `inf` is above zero, too.
+# Three more argparse types. `inf` is above zero, too.
 above_zero = _number(float, lambda value: value > 0, "a number above 0")
+decay = _number(float, lambda value: 0 <= value < 1, "a number from 0 to below 1")
 share = _number(float, lambda value: 0 < value <= 1, "a number above 0 and at most 1")
 
 

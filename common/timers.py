@@ -37,6 +37,7 @@ PEAK_FLOPS = {
     "AMD Instinct MI250X": 191.5e12,
 }
 OUTSIDE_THE_STEP = ("evaluate", "save")
+IN_ONE_STEP = ("wait",)  # of those since the last log line
 
 
 class PhaseTimers:
@@ -64,7 +65,8 @@ class PhaseTimers:
         """Return the measurements since the last call, and start again; waits for the device.
 
         "time/<phase>" and "time/total": ms per step. The total is wall-clock time, so it includes
-        what is in no phase. The number of steps is the number of "update" phases.
+        what is in no phase. The number of steps is the number of "update" phases. "time/wait" is
+        the sum of one step, because only the step that is logged has this phase.
         "tokens_per_s": of all devices together, and "tokens_per_s_per_device".
         "mfu": model FLOP/s as a share of the device's peak FLOP/s, or None if that is unknown.
         "peak_mem_gib": peak memory so far, of tensors on a GPU, or of the process on a CPU.
@@ -85,7 +87,10 @@ class PhaseTimers:
             "tokens_per_s_per_device": tokens_per_s / world_size,
             "mfu": tokens_per_s / world_size * token_flops / peak if peak else None,
             "peak_mem_gib": peak_memory_gib(self.device),
-            **{f"time/{phase}": ms / steps for phase, ms in sums.items()},
+            **{
+                f"time/{phase}": ms if phase in IN_ONE_STEP else ms / steps
+                for phase, ms in sums.items()
+            },
             "time/total": total / steps,
         }
 
@@ -108,9 +113,9 @@ class PhaseTimers:
 def find_straggler(wait_ms: float) -> dict[str, float | str]:
     """Return the longest wait of a rank, and the straggler; all ranks must call this.
 
-    wait_ms: how long this rank waited for the others, in ms per step. The straggler is the rank
+    wait_ms: how long this rank waited for the others in one step. The straggler is the rank
     that waited least, because it arrived last.
-    "time/wait_max": ms per step. "slowest_rank", "slowest_host": rank and host of the straggler.
+    "time/wait_max": ms. "slowest_rank", "slowest_host": rank and host of the straggler.
     The result is empty if there is only one rank.
     """
     rank, world_size = rank_and_world_size()

@@ -26,8 +26,10 @@ from runner import Ranks, Series, finish, start
 from torch.distributed import TCPStore
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.tensor import DTensor
+from torch.optim.lr_scheduler import LambdaLR
 
 from common import checkpoint, cli
+from common.storage import local_run_dir
 
 ROOT = Path(__file__).parents[1]
 CHAPTERS = sorted(path.parent.name for path in ROOT.glob("[0-9][0-9]-*/train_llm.py"))
@@ -493,7 +495,7 @@ def make_flags(folder: Path, dropout: float = 0.1) -> list[object]:
     return [
         *("-m", folder / "model", "--tokenizer-name", "gpt2-tiny", "-d", folder / "corpus.json"),
         *("-s", 32, "--global-batch-size", 6, "-b", 3, "--max-steps", RESUMED_STEPS),
-        *("--log-freq", 3, "--eval-freq", 10, "--ckpt-freq", 5, "--warmup-steps", 10),
+        *("--log-freq", 5, "--eval-freq", 10, "--ckpt-freq", 5, "--warmup-steps", 10),
         *("--lr", 1e-2),
     ]
 
@@ -532,7 +534,8 @@ class Runs:
 
     def stopped_after(self, name: str) -> tuple[int, int]:
         """Return (steps trained so far, step that the run resumes after)."""
-        return len(self.samples(name)), newest_step(self.folder / name)
+        complete = checkpoint.complete_checkpoints(self.folder / name)
+        return len(self.samples(name)), max(complete, default=0)
 
     def assert_same(self, straight: str, name: str, trained: int = 0, resumed_after: int = 0):
         """Bit by bit the numbers, tensors and samples of a run that nobody stopped.
@@ -571,8 +574,8 @@ def hand_over(source: Path, target: Path, step: int) -> None:
 
 
 def newest_step(run_dir: Path) -> int:
-    """Return the step that the run goes on after."""
-    return json.loads((run_dir / "state.json").read_text())["checkpoints"][-1]["step"]
+    """Return the step of the last save, which state.json tells job scripts; 0 before the first."""
+    return json.loads((run_dir / "state.json").read_text()).get("step", 0)
 
 
 def tensors(run_dir: Path, step: int | None = None) -> dict:
@@ -594,13 +597,26 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
+def save_run(run_dir: Path, model: torch.nn.Module, step: int, training: dict) -> None:
+    """Save a model as a checkpoint of a run of these settings; all ranks must call this."""
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    schedule = LambdaLR(optimizer, lambda step: 1.0)
+    local_run_dir(run_dir).mkdir(parents=True, exist_ok=True)
+    if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
+        checkpoint._write_state(run_dir, {**checkpoint.read_state(run_dir), "training": training})
+    checkpoint.save_checkpoint(run_dir, model, optimizer, schedule, {"step": step}, keep=2)
+
+
 def save_what_is_loaded(folder: Path, bug: Callable[[], None] | None = None) -> None:
     """Once a checkpoint is loaded, save it as that of a run in this folder."""
     load = checkpoint.load_checkpoint
 
-    def load_and_save(path: Path, *run: object) -> None:
-        load(path, *run)
-        checkpoint.save_checkpoint(folder, *run, settings={}, keep=1)
+    def load_and_save(run_dir: Path, *run: object) -> bool:
+        loaded = load(run_dir, *run)
+        if loaded:
+            folder.mkdir(exist_ok=True)
+            checkpoint.save_checkpoint(folder, *run[:-1], keep=1)
+        return loaded
 
     checkpoint.load_checkpoint = load_and_save
     if bug:

@@ -14,7 +14,6 @@ import multiprocessing
 import os
 import random
 import runpy
-import shutil
 import signal
 import subprocess
 import sys
@@ -36,14 +35,15 @@ from torch.distributed.checkpoint import filesystem
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
-from common import cli, distributed, models
-from common.checkpoint import manifest, save_load
+from common import checkpoint, cli, distributed, models
 from common.data import dataset
 
 ROOT = Path(__file__).parents[1]
 SAMPLED = 6  # tokens, with those of the prompt
 SAMPLE_TEXT = models.sample_text
-SAVE_STAGES = ("writing", "written", "renamed", "committed")
+# Of a save: in the middle of the files, before .metadata gets its name, before state.json names the
+# new checkpoint, and when an older one has lost its .metadata.
+SAVE_STAGES = ("writing", "written", "complete", "deleting")
 
 
 def start(args: list[object], **options: object) -> multiprocessing.Process:
@@ -483,27 +483,23 @@ def _note_samples(path: Path) -> Iterator[None]:
 
 def _kill_in_save(nth: int, stage: str, action=_kill) -> None:
     saves = 0
-    save = save_load.dcp.save
+    make_room = checkpoint._make_room
+    places = {
+        "writing": (filesystem, "_write_item", 5),
+        "written": (filesystem.FileSystem, "rename", 1),
+        "complete": (checkpoint, "_commit", 1),
+        "deleting": (checkpoint, "remove_folder", 1),
+    }
 
-    def counting_save(*args: object, **kwargs: object) -> object:
+    def count_and_make_room(*args: object) -> Path:
         nonlocal saves
         saves += 1
+        folder = make_room(*args)
         if saves == nth:
-            if stage == "writing":
-                _at_call(filesystem, "_write_item", 5, action)
-            if stage == "written":
-                _at_call(save_load, "commit_checkpoint", 1, action)
-            if stage == "renamed":
-                # state.json is written before the renaming too where that replaces a folder.
-                stale = kwargs["checkpoint_id"].name[len(".unfinished-") :]
-                named = stale in (kwargs["checkpoint_id"].parents[1] / "state.json").read_text()
-                _at_call(manifest.json, "dump", 2 if named else 1, action)
-            if stage == "committed":
-                # Calls: a stale folder that may be in the way, then the one that is too many.
-                _at_call(shutil, "rmtree", 2, action)
-        return save(*args, **kwargs)
+            _at_call(*places[stage], action)
+        return folder
 
-    save_load.dcp.save = counting_save
+    checkpoint._make_room = count_and_make_room
 
 
 def _at_call(module, name: str, call: int, action) -> None:

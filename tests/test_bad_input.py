@@ -33,8 +33,7 @@ from transformers import (
     AutoModelForSequenceClassification,
 )
 
-from common import distributed, models, storage, tracker
-from common.checkpoint import find_checkpoint, fixed_settings, manifest
+from common import checkpoint, distributed, models, storage, tracker
 from common.cli import InputError
 from common.data.sources import BUILT_IN
 
@@ -110,6 +109,7 @@ HUB = "...https://huggingface.co) cannot be reached...-d python-stdlib -m gpt2-t
 NO_TOKENIZER = "has no usable tokenizer...: give --tokenizer-name."
 NAME = "cannot be an experiment's name"
 STATE = "{}/run/state.json is damaged"
+OTHER = "{}/run has no state.json that describes a run like this: give another -e."
 TABLE = "question,answer,number\n" + "why,because,1\n" * 200
 NEWEST = "run/checkpoints/step-00000004"
 
@@ -166,16 +166,11 @@ REFUSALS: list[tuple[Files, tuple[object, ...], str]] = [
     *(({}, (*CORPUS, "-e", name), NAME) for name in ("a/b", "..", "a b:c", "run ", "")),
     ({"f": ""}, (*CORPUS, "-e", "a", "--save-dir", "{}/f"), "Cannot write to...another --save-dir"),
     ({}, (*CORPUS, "-e", "a", "--save-dir", "/proc"), "Cannot write to /proc/"),
-    ({"run/state.json": None, "run/best": {}}, RUN, "the folder of a classifier: give another -e."),
-    ({"run/state.json": None}, RUN, "has checkpoints and no state.json"),
+    ({"run/state.json": None, "run/checkpoints": None, "run/best": {}}, RUN, OTHER),
+    ({"run/state.json": None}, RUN, OTHER),
     *(
         ({"run/state.json": text}, RUN, STATE)
         for text in ("", "{", "[]", '{"format": 99, "training": {}, "checkpoints": []}')
-    ),
-    ({"run/checkpoints": None}, RUN, "The checkpoints of {}/run are gone"),
-    (
-        *({"run/checkpoints/step-00000002": None, f"{NEWEST}/.metadata": ""}, RUN),
-        "is damaged: start a new run with another -e.",
     ),
     ({}, (*RUN, "--lr", 1e-3), "was started with --lr 0.03125, not 0.001: give the old value"),
     ({"corpus.json": json.dumps(["x" * 999] * 99)}, RUN, "with dataset_checksum...--dataset-name)"),
@@ -281,15 +276,19 @@ def test_weights_cut_short(refuse, folder, size):
 
 
 def test_checkpoints_cut_short_or_missing_and_the_way_back(refuse, folder, train, size):
-    """Whatever file it is. Once the folder is deleted, the run goes on from the older one."""
+    """Whatever file it is. Once the folder is deleted, the run goes on from the older one.
+
+    Without .metadata, it is no checkpoint.
+    """
     newest = folder / NEWEST
     for file in sorted(newest.iterdir()):
         content = file.read_bytes()
         os.truncate(file, size(len(content)))
         said = refuse(*RUN)
         assert said.startswith(f"The checkpoint file {file} is damaged: delete {newest} to resume ")
-        file.unlink()
-        assert f"{file} is damaged" in refuse(*RUN)
+        if file.name != ".metadata":
+            file.unlink()
+            assert f"{file} is damaged" in refuse(*RUN)
         file.write_bytes(content)
     expected = [line["loss"] for line in read_metrics(folder / "run")]
     shutil.rmtree(newest)
@@ -333,43 +332,44 @@ def test_a_new_head_and_tied_weights_are_not_missing(folder):
 
 def settings_of(**changes: object) -> dict[str, object]:
     """Return what chapter 1 fixes for a run, with some of its values changed."""
-    own = {name: changes.get(name, 0) for name in manifest.MODEL_SETTINGS}
+    own = {name: changes.get(name, 0) for name in checkpoint.MODEL_SETTINGS}
     model = types.SimpleNamespace(
         config=types.SimpleNamespace(model_type="gpt2", **own),
         named_parameters=lambda: [("weight", torch.empty(changes.get("weight", 2)))],
     )
     given = {"seq_length": 32, "lr": 1e-2, "total_steps": 4} | changes
     facts = {"dataset_checksum": "0123", "global_batch_size": 6} | changes
-    fixed = {name: changes.get(name, 0) for name in manifest.FIXED_ARGUMENTS}
+    fixed = {name: changes.get(name, 0) for name in checkpoint.FIXED_ARGUMENTS}
     args = argparse.Namespace(
-        **dict.fromkeys(manifest.SOURCES, BUILT_IN),
+        **dict.fromkeys(checkpoint.SOURCES, BUILT_IN),
         **fixed,
         global_batch_size=facts["global_batch_size"],
     )
     data = types.SimpleNamespace(digest=facts["dataset_checksum"])
-    return fixed_settings(args, model, data, given["seq_length"], given["lr"], given["total_steps"])
+    return checkpoint.fixed_settings(
+        args, model, data, given["seq_length"], given["lr"], given["total_steps"]
+    )
 
 
 @pytest.mark.check
 def test_each_fixed_setting_that_is_changed_is_refused_by_name(tmp_path):
     """And each setting of the model, which the shapes of its parameters do not show."""
     settings = settings_of()
-    state = {"format": manifest.FORMAT, "training": settings, "checkpoints": []}
-    (tmp_path / "state.json").write_text(json.dumps(state))
+    run = [None] * 4  # refused before it is loaded
+    assert not checkpoint.load_checkpoint(tmp_path, *run, settings)
     fixed = settings.keys() - {"model", "sources"}
-    assert set(manifest.FIXED_ARGUMENTS) < fixed
-    for name in sorted(fixed | {*manifest.MODEL_SETTINGS, "weight"}):
+    assert set(checkpoint.FIXED_ARGUMENTS) < fixed
+    for name in sorted(fixed | {*checkpoint.MODEL_SETTINGS, "weight"}):
         with pytest.raises(InputError) as error:
-            find_checkpoint(tmp_path, settings_of(**{name: 3}))
+            checkpoint.load_checkpoint(tmp_path, *run, settings_of(**{name: 3}))
         if name in fixed:
-            named = name if name in manifest.ORIGINS else f"--{name.replace('_', '-')}"
+            named = name if name in checkpoint.ORIGINS else f"--{name.replace('_', '-')}"
             named = f"{named} {settings[name]}, not 3"
         else:
             named = f"model {settings['model']}, not gpt2-"
         assert f"The run {tmp_path} was started with {named}" in str(error.value)
         assert str(error.value).endswith("or start a new run with another -e.")
-    with pytest.raises(InputError, match=r"^The checkpoints of .* are gone"):
-        find_checkpoint(tmp_path, settings)
+    assert not checkpoint.load_checkpoint(tmp_path, *run, settings)
 
 
 def test_what_may_change(folder, train):
@@ -441,8 +441,11 @@ def test_a_file_that_may_not_grow(folder):
     options = {"file_size_limit": 200_000, "stderr_file": str(folder / "stderr")}
     assert finish(start(args, **options)) == 2
     sentence = (folder / "stderr").read_text().splitlines()[-1]
-    assert "The checkpoint of step 4 could not be written" in sentence
-    assert "File too large" in sentence and "last complete checkpoint" in sentence
+    assert sentence.startswith(f"The checkpoint {folder}/{NEWEST} could not be written (")
+    assert sentence.endswith(
+        "): is the disk full? The previous checkpoint is kept; start the same command again to "
+        "resume from it."
+    )
     assert listing(folder / "run/checkpoints") == before
     assert finish(start(args)) == 0
     assert read_metrics(folder / "run")[-1]["step"] == 4

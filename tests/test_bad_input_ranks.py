@@ -7,25 +7,29 @@ import argparse
 import contextlib
 import functools
 import json
-import math
 import os
 import re
 import shutil
 import socket
 import subprocess
 import sys
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
-from helpers import ROOT, environment, listing, read_metrics, write_corpus, write_narrow
-from runner import Series
+from helpers import (
+    ROOT,
+    environment,
+    listing,
+    read_metrics,
+    speak_at_once,
+    write_corpus,
+    write_narrow,
+)
+from runner import Ranks, Series
 from safetensors.torch import load_file, save_file
-from torch.distributed.checkpoint import HuggingFaceStorageReader
-from torch.distributed.checkpoint.planner import LoadPlan
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import precision
@@ -35,7 +39,7 @@ from common.cli import InputError
 NODES, FSDP, PRECISION = "03-multi-node", "04-fsdp", "05-mixed-precision"
 SMALL = ("-s", 32, "--global-batch-size", 6, "--max-steps", 4, "--log-freq", 1, "--lr", 2e-3)
 INDEX = "model.safetensors.index.json"
-EMBEDDING, TENSOR = "transformer.wte.weight", "transformer.h.1.mlp.c_fc.weight"
+EMBEDDING = "transformer.wte.weight"
 GPU = "NVIDIA A100-SXM4-80GB"
 
 
@@ -53,13 +57,6 @@ def save_folder(folder: Path, preset: str, dtype: torch.dtype = torch.float32) -
 def read_weights(folder: Path) -> dict[str, torch.Tensor]:
     parts = [load_file(path) for path in folder.glob("*.safetensors")]
     return {name: tensor for part in parts for name, tensor in part.items()}
-
-
-def in_one_file(folder: Path, weights: dict[str, torch.Tensor]) -> None:
-    """Replace a folder's weights."""
-    for path in folder.glob("*.safetensors*"):
-        path.unlink()
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
 
 
 def file_of(folder: Path, name: str) -> Path:
@@ -132,39 +129,6 @@ def on_a_node_of_its_own(folder: Path, rank: int) -> Iterator[None]:
 # --- what two ranks refuse ---
 
 
-def damage(folder: Path, name: str) -> Path:
-    """Return a copy of the folder of weights that is broken in this way."""
-    broken = Path(shutil.copytree(folder / "gpt2", folder / name.replace(" ", "-")))
-    weights, file = read_weights(broken), file_of(broken, EMBEDDING)
-    if name == "file missing":
-        file.unlink()
-    elif name == "file cut":
-        os.truncate(file, file.stat().st_size - 1)
-    elif name == "saved twice":
-        save_file(weights, broken / "model.safetensors")
-    elif name == "no safetensors":
-        for path in broken.glob("*.safetensors*"):
-            path.unlink()
-    elif name == "tensor missing":
-        del weights[TENSOR]
-        in_one_file(broken, weights)
-    elif name == "another shape":
-        config = json.loads((broken / "config.json").read_text())
-        (broken / "config.json").write_text(json.dumps(config | {"vocab_size": 4097}))
-    return broken
-
-
-AGAIN = "): get its safetensors files again."
-DAMAGES = {
-    "file missing": f"The weights in {{}} cannot be read (Missing key...{EMBEDDING}{AGAIN}",
-    "file cut": f"The weights in {{}} cannot be read (Error while deserializing...{AGAIN}",
-    "saved twice": "Several files in {} have transformer....: keep the files of one model only.",
-    "no safetensors": "The folder {} has no safetensors files: load the model with transformers "
-    "and save it with save_pretrained.",
-    "tensor missing": f"The weights in {{}} cannot be read (Missing key...: {TENSOR}{AGAIN}",
-    "another shape": "The weights in {} cannot be read (Size mismatch between saved "
-    f"torch.Size([4096, 32]) and current: torch.Size([4097, 32]) for {EMBEDDING}{AGAIN}",
-}
 CANNOT = (
     "This device (a cpu) does not support --precision {}: give another one; fp32 works on every "
     "device."
@@ -194,16 +158,10 @@ def refused(folder: Path, nodes: Path) -> dict[str, tuple]:
         "smaller model, or leave it out."
     )
     one_node = "--hsdp replicates over nodes and there is one: leave it out."
-    broken = {
-        name: (FSDP, ("--pretrained", "-m", path), None, said.replace("{}", str(path)))
-        for name, said in DAMAGES.items()
-        for path in [damage(folder, name)]
-    }
     return {
         "one node": (FSDP, ("--hsdp",), None, one_node),
         "offload": (FSDP, ("--cpu-offload",), functools.partial(little_memory, need - 1), offload),
         "enough memory": (FSDP, ("--cpu-offload",), functools.partial(little_memory, need), None),
-        **broken,
         "by default": (PRECISION, (), no_bf16, CANNOT.format("bf16")),
         "fp16": (PRECISION, FP16, no_fp16, CANNOT.format("fp16")),
         "fp32 works": (PRECISION, ("--precision", "fp32"), no_bf16, None),
@@ -334,26 +292,18 @@ def test_two_precisions():
 # --- weights in several files ---
 
 
-@contextlib.contextmanager
-def note_what_is_read(path: Path) -> Iterator[None]:
-    """Note how many elements of tensors this rank takes out of safetensors files."""
-    read_data = HuggingFaceStorageReader.read_data
-
-    def read_and_note(self, plan: LoadPlan, planner: object) -> object:
-        path.write_text(str(sum(math.prod(item.lengths) for item in plan.items)))
-        return read_data(self, plan, planner)
-
-    with mock.patch.object(HuggingFaceStorageReader, "read_data", read_and_note):
-        yield
-
-
-def shares(weights: dict[str, torch.Tensor], world_size: int) -> list[int]:
-    """Return how many elements are each rank's: of each tensor some rows, the last one's fewer."""
-    counts = Counter()
-    for tensor in weights.values():
-        for rank, rows in enumerate(tensor.chunk(world_size)):
-            counts[rank] += rows.numel()
-    return [counts[rank] for rank in range(world_size)]
+def test_weights_that_rank_0_cannot_read(folder):
+    """It says why, and no other rank waits for it."""
+    broken = Path(shutil.copytree(folder / "gpt2", folder / "cut"))
+    file = file_of(broken, EMBEDDING)
+    os.truncate(file, file.stat().st_size - 1)
+    stderr = [str(folder / f"cut-{rank}.stderr") for rank in range(2)]
+    options = {"chapter": FSDP, "plant": speak_at_once, "stderr_file": stderr}
+    args = flags(folder, "cut-weights", "--pretrained", "-m", broken)
+    assert Ranks(2, args, **options).finish() == [2, 1]
+    said = [Path(path).read_text() for path in stderr]
+    assert said[0].splitlines()[-1].startswith(f"{broken} has no usable weights (Error while ")
+    assert "other ranks are gone" in said[1] and "Traceback" not in "".join(said)
 
 
 def with_old_names(folder: Path) -> None:
@@ -362,30 +312,44 @@ def with_old_names(folder: Path) -> None:
     weights = {name.removeprefix("transformer."): t for name, t in read_weights(folder).items()}
     masks = {f"h.{n}.attn.bias": torch.ones(1, 1, 128, 128).tril() for n in range(2)}
     assert "wte.weight" in weights and "lm_head.weight" not in weights
-    in_one_file(folder, weights | masks)
+    for path in folder.glob("*.safetensors*"):
+        path.unlink()
+    save_file(weights | masks, folder / "model.safetensors", metadata={"format": "pt"})
+
+
+def save_another(folder: Path, model_type: str, **more: object) -> None:
+    """Save a model of a kind that no preset has."""
+    torch.manual_seed(7)
+    sizes = {"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2}
+    sizes |= {"intermediate_size": 64, "max_position_embeddings": 128, "vocab_size": 4096}
+    config = AutoConfig.for_model(model_type, **sizes, bos_token_id=0, eos_token_id=0, **more)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    models.load_tokenizer("gpt2-tiny").save_pretrained(folder)
 
 
 MAKERS: dict[str, Callable[[Path], object]] = {
     "old": with_old_names,
     "llama": functools.partial(save_folder, preset="llama-tiny", dtype=torch.bfloat16),
     "half": functools.partial(save_folder, preset="gpt2-tiny", dtype=torch.float16),
+    "neox": functools.partial(save_another, model_type="gpt_neox"),
+    "gemma": functools.partial(
+        save_another, model_type="gemma", num_key_value_heads=1, head_dim=16
+    ),
+    "experts": functools.partial(
+        save_another, model_type="mixtral", num_local_experts=2, num_key_value_heads=1
+    ),
 }
 
 
 @pytest.mark.ci
-def test_each_rank_reads_its_part_and_the_losses_are_chapter_1s(folder):
+def test_losses_of_pretrained_weights_are_chapter_1s(folder):
     """On 3 ranks, which not all rows can be divided by."""
     runs: dict[int, dict] = {1: {}, 3: {}}
     for model, make in MAKERS.items():
         make(folder / model)
         args = ("-m", folder / model, "--pretrained", "-b", 2)
-        notes = [folder / f"{model}-{rank}.read" for rank in range(3)]
         runs[1][f"{model}-1"] = {"args": flags(folder, f"{model}-1", *args)}
-        runs[3][f"{model}-3"] = {
-            "args": flags(folder, f"{model}-3", *args),
-            "chapter": FSDP,
-            "within": [functools.partial(note_what_is_read, path) for path in notes],
-        }
+        runs[3][f"{model}-3"] = {"args": flags(folder, f"{model}-3", *args), "chapter": FSDP}
     series = {ranks: Series(ranks, each, folder / f"on-{ranks}") for ranks, each in runs.items()}
     for model in MAKERS:
         losses = []
@@ -394,26 +358,3 @@ def test_each_rank_reads_its_part_and_the_losses_are_chapter_1s(folder):
             metrics = read_metrics(folder / f"{model}-{ranks}")
             losses.append([*(line["loss"] for line in metrics), metrics[-1]["eval_loss"]])
         assert losses[1] == pytest.approx(losses[0], rel=1e-5), model
-        weights = read_weights(folder / model)
-        weights = {name: t for name, t in weights.items() if not name.endswith(".attn.bias")}
-        read = [int((folder / f"{model}-{rank}.read").read_text()) for rank in range(3)]
-        assert read == shares(weights, 3), model
-
-
-@pytest.mark.check
-def test_weights_with_a_damaged_index(tmp_path):
-    """The index is not needed: each file says which tensors it has."""
-    folder = save_folder(tmp_path / "gpt2", "gpt2-tiny")
-    weights = read_weights(folder)
-    for text in ("", "[]", "{}", '{"weight_map": 3}'):
-        (folder / INDEX).write_text(text)
-        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
-        models.load_shards(model, str(folder))
-        assert all(torch.equal(model.state_dict()[name], weights[name]) for name in weights)
-
-
-@pytest.mark.check
-def test_weights_of_the_hub_out_of_reach(monkeypatch):
-    monkeypatch.setattr(models.constants, "HF_HUB_OFFLINE", True)
-    with pytest.raises(InputError, match=r"'some/model' is neither a preset \(gpt2, .* local path"):
-        models.load_shards(torch.nn.Linear(1, 1), "some/model")

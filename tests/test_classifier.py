@@ -1,17 +1,13 @@
 """The classifier: the same losses and the same report on 1, 2 and 3 ranks, each example once."""
 
 import argparse
-import contextlib
 import csv
-import errno
 import json
 import logging
 import os
 import random
 import re
-import resource
 import shutil
-import subprocess
 import sysconfig
 from collections import Counter
 from contextlib import ExitStack
@@ -19,13 +15,11 @@ from pathlib import Path
 from unittest import mock
 
 import pytest
-import torch
 import torch.distributed as dist
 from datasets import ClassLabel, Dataset, Features, Value
 from helpers import (
     ROOT,
     TORCHRUN,
-    environment,
     first_then_nightly,
     read_metrics,
     register,
@@ -33,17 +27,14 @@ from helpers import (
     run_script,
 )
 from runner import ask_ranks, load_script, place_of
-from safetensors.torch import load_file
 from torch.distributed import TCPStore
-from transformers import AutoModelForCausalLM, AutoTokenizer, pipeline
+from transformers import pipeline
 
-from common import models
 from common.cli import InputError
-from common.data import IGNORED
 
-from classification import batches, results
-from classification.batches import Collator, GroupedSampler, batches_of_rank, encode
-from classification.examples import DEAL, PACKAGES, Example, load_examples
+from classification import batches
+from classification.batches import GroupedSampler, batches_of_rank
+from classification.examples import DEAL, PACKAGES, load_examples
 
 SCRIPT = ROOT / "02-ddp/train_classifier.py"
 CLASSES = ["fruit", "metal", "weather"]
@@ -160,7 +151,6 @@ class Runs:
         same = {"linear": (linear, ()), "none": (none, ())}
         short = [*linear, "--num-epochs", 1]
         dynamic = [*short, "--padding", "dynamic"]
-        still = [*linear, "--pretrained", "--max-steps", 1, "--lr", 0]
         contrary = [*linear, "-d", contrary, "--num-epochs", 3, "--lr", 3e-3]
         alone = same | {
             "dynamic": (dynamic, ()),
@@ -168,8 +158,6 @@ class Runs:
             "left": (dynamic, {"_pad": pad_left}),
             "contrary": (contrary, ()),
             "last": (contrary, LAST),
-            "go_on": ([*still, "-m", folder / "linear-1/best"], ()),
-            "new_head": ([*still, "-m", folder / "none-1/best"], ()),
             "nan_gradients": (linear, NAN_GRADIENTS),
             "nan_evaluation": (linear, NAN_EVALUATION),
         }
@@ -186,8 +174,6 @@ class Runs:
     def error(self, name: str, world_size: int = 1) -> str | None:
         """Return what ended a run, after it has been done if it was not done yet."""
         if (name, world_size) not in self.errors:
-            if name == "go_on":
-                self.error("linear")
             runs = self.runs[world_size]
             names = ["linear"] if name == "linear" else [each for each in runs if each != "linear"]
             stores = [
@@ -325,86 +311,6 @@ def test_transformers_pipeline_says_what_the_report_says(runs):
     assert classify.tokenizer.padding_side == "right" and classify.model.config.pad_token_id == 0
 
 
-@pytest.mark.nightly
-def test_pretrained_begins_with_the_folders_weights(runs):
-    """With a rate of 0: a classifier goes on as it was, a language model gets a new head."""
-    best = min(line["eval_loss"] for line in runs.metrics("linear") if "eval_loss" in line)
-    assert runs.metrics("go_on")[-1]["eval_loss"] == pytest.approx(best, rel=1e-5)
-    weights, other = (
-        load_file(runs.folder / f"{name}/best/model.safetensors")
-        for name in ("new_head-1", "none-1")
-    )
-    assert weights.keys() - other.keys() == {"score.weight"}
-    assert all(torch.equal(weights[name], other[name]) for name in other)
-    assert weights["score.weight"].shape == (3, 128) and weights["score.weight"].std() > 0.01
-
-
-@pytest.mark.nightly
-def test_without_a_head_it_is_a_language_model_that_writes_the_label(runs):
-    """What the report predicts by likelihood, and what greedy decoding of the prompt writes."""
-    report, folder = runs.report("none"), runs.folder / "none-1/best"
-    model = AutoModelForCausalLM.from_pretrained(folder)
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    assert report["this model"]["accuracy"] > 0.8
-    ids = tokenizer("metal w3 metal w1\nlabel:", return_tensors="pt")
-    out = model.generate(**ids, max_new_tokens=4, do_sample=False, pad_token_id=0)
-    assert tokenizer.decode(out[0]).endswith("label: metal<|endoftext|>")
-
-
-# --- what is written ---
-
-
-@pytest.fixture
-def best(tmp_path) -> tuple:
-    """Return the arguments of save_model after it has written its first folder, and what is in it;
-    the model is another one since."""
-    model = AutoModelForCausalLM.from_config(models.load_config("gpt2-tiny"))
-    arguments = (model, models.load_tokenizer("gpt2-tiny"), tmp_path / "best")
-    results.save_model(*arguments)
-    before = {file.name: file.read_bytes() for file in (tmp_path / "best").iterdir()}
-    torch.nn.init.zeros_(model.transformer.wte.weight)
-    return arguments, before
-
-
-@pytest.mark.check
-def test_best_is_replaced_as_a_whole_and_all_may_read_it(best, tmp_path):
-    arguments, before = best
-    results.save_model(*arguments)
-    assert [path.name for path in tmp_path.iterdir()] == ["best"]
-    after = {file.name: file.read_bytes() for file in (tmp_path / "best").iterdir()}
-    changed = {name for name in before.keys() | after.keys() if after[name] != before[name]}
-    assert changed == {"model.safetensors"}
-    modes = {file.stat().st_mode for file in (tmp_path / "best").iterdir()}
-    (tmp_path / "other").write_text("")
-    assert modes == {(tmp_path / "other").stat().st_mode}
-
-
-def between_the_renames(path: Path, target: Path) -> Path:
-    if path.name == ".unfinished-best":
-        raise OSError(errno.EDQUOT, "Disk quota exceeded")
-    path.rename(target)
-
-
-@pytest.mark.check
-@pytest.mark.parametrize("fault", ["full disk", "between the renames"])
-def test_best_is_kept_when_the_next_one_cannot_be_written(best, tmp_path, fault):
-    arguments, before = best
-    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    try:
-        if fault == "full disk":
-            resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, limits[1]))
-        replace = mock.patch.object(Path, "replace", between_the_renames)
-        with (
-            replace if fault != "full disk" else contextlib.nullcontext(),
-            pytest.raises(InputError, match=r"best cannot be written \(.+\): free disk space\.$"),
-        ):
-            results.save_model(*arguments)
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
-    assert {file.name: file.read_bytes() for file in (tmp_path / "best").iterdir()} == before
-    assert [path.name for path in tmp_path.iterdir()] == ["best"], "nothing else is left"
-
-
 # --- GPUs ---
 
 
@@ -516,53 +422,6 @@ def test_bad_tables(tmp_path, sentence):
     assert str(error.value).endswith(".") and "\n" not in str(error.value)
 
 
-@pytest.mark.check
-def test_arguments_without_an_effect_are_refused(tmp_path):
-    for arguments in (("plain_text",), (None, "body"), (None, None, "class")):
-        with pytest.raises(InputError, match="python-stdlib is not a table: leave out --dataset"):
-            load_examples("python-stdlib", *arguments)
-    (tmp_path / "table.csv").write_text(ROWS)
-    with pytest.raises(InputError, match=r"table.csv is a single file: leave out --"):
-        load_examples(str(tmp_path / "table.csv"), "plain_text")
-    assert load_examples(str(tmp_path / "table.csv"))[0] == ["a", "b"]
-
-
-@pytest.mark.check
-def test_bad_names_and_prompts(tmp_path):
-    (tmp_path / "text.txt").write_text("a")
-    (tmp_path / "table.parquet").write_text("a")
-    for name, sentence in {
-        f"{tmp_path}/text.txt": "text.txt is no table: give a .json, .jsonl",
-        f"{tmp_path}/table.parquet": "Cannot read .* as a data set",
-        f"{tmp_path}/nothing": "There is no data set at",
-        "stanfordnlp/imdb": "is neither a preset .* cannot be reached",
-    }.items():
-        with pytest.raises(InputError, match=sentence):
-            load_examples(name)
-    classes, splits = load_examples("python-stdlib")
-    tokenizer = models.load_tokenizer("gpt2-tiny")
-    for prompt, sentence in {
-        "which class?": r"must contain {text} exactly once",
-        "{text}" + " of what" * 60: "longest label take .* tokens, but --seq-length is 32: shorten",
-    }.items():
-        with pytest.raises(InputError, match=sentence):
-            encode(splits, classes, tokenizer, 32, prompt)
-
-
-@pytest.mark.nightly
-def test_a_run_is_not_overwritten_and_a_preset_has_no_weights(runs):
-    runs.losses("linear")
-    args = (SCRIPT, *ARGS, "-d", runs.folder / "data", "--save-dir", runs.folder)
-    before = (runs.folder / "linear-1/metrics.jsonl").read_bytes()
-    done = run_script(*args, "-e", "linear-1")
-    assert done.returncode == 2 and "Traceback" not in done.stderr
-    sentence = "linear-1 already contains a run: give another -e."
-    assert done.stderr.splitlines()[-1].endswith(sentence)
-    assert (runs.folder / "linear-1/metrics.jsonl").read_bytes() == before
-    with pytest.raises(InputError, match="preset gpt2-tiny has no weights"):
-        models.from_pretrained(None, "gpt2-tiny", None, {})
-
-
 # --- batches ---
 
 
@@ -589,31 +448,3 @@ def test_every_example_once_and_as_many_passes_on_every_rank(world_size, n):
         assert len(orders) == 2 or n < 50, "each epoch another"
     batches = [batches_of_rank(lengths, 4, world_size, rank) for rank in range(world_size)]
     assert sorted(i for part in batches for batch in part for i in batch) == list(range(n))
-
-
-@pytest.mark.check
-def test_batches():
-    collate = Collator(0, label_tokens=[[5, 6], [7]])
-    batch = collate([Example(3, [1, 2, 3], 0), Example(8, [4], 1)])
-    assert batch["input_ids"].tolist() == [[1, 2, 3, 5], [4, 0, 0, 0]]
-    assert batch["columns"].tolist() == [0, 2, 3]
-    assert batch["targets"].tolist() == [[IGNORED, 5, 6], [7, IGNORED, IGNORED]]
-    assert batch["n"].tolist() == [3, 2, 4]
-    for empty in (collate([]), Collator(0)([])):
-        assert empty["n"].tolist() == [0, 0, 0] and empty["index"].tolist() == [-1]
-    assert Collator(0, width=4)([Example(0, [1, 2], 1)])["input_ids"].tolist() == [[1, 2, 0, 0]]
-
-
-# --- the script, its launch file, its page ---
-
-
-@pytest.mark.nightly
-def test_launch_file_works_from_anywhere(runs, tmp_path):
-    command = ["bash", str(ROOT / "02-ddp/launch_classifier.sh"), "--model-name", "gpt2-tiny"]
-    command += ["--num-epochs", "1", "--batch-size", "4", "-d", str(runs.folder / "data")]
-    command += ["--save-dir", str(tmp_path), "-e", "run"]
-    done = subprocess.run(command, cwd=tmp_path, env=environment(), capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert read_metrics(tmp_path / "run")[-1]["step"] == 3
-    assert "largest class" in done.stdout + done.stderr
-    assert (tmp_path / "run/best/model.safetensors").exists()

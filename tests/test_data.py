@@ -8,7 +8,6 @@ import functools
 import io
 import itertools
 import json
-import os
 import pickle
 import random
 import re
@@ -24,8 +23,8 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 import torch
-from helpers import ROOT, read_metrics, register, run_script
-from runner import ask_ranks, finish, load_script
+from helpers import read_metrics, register, run_script
+from runner import finish
 from runner import start as start_run
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
@@ -35,7 +34,6 @@ from transformers import (
     PreTrainedTokenizerFast,
 )
 
-from common import storage
 from common.cli import InputError
 from common.data import (
     IGNORED,
@@ -47,7 +45,7 @@ from common.data import (
     split_batch,
     token_cache,
 )
-from common.data.sources import BUILT_IN, find_source
+from common.data.sources import find_source
 from common.models import load_tokenizer
 
 TEXTS = [
@@ -182,18 +180,6 @@ def test_round_trip_of_any_text(tokenizer):
 
 
 @pytest.mark.nightly
-def test_the_committed_tokenizer_is_what_its_script_makes(tmp_path, tokenizer):
-    script = load_script(ROOT / "01-single-gpu/train_tokenizer.py")
-    documents, _ = find_source(BUILT_IN, subset=None, text_column=None).load()
-    again = script.train("bpe", vocab_size=4096, min_frequency=0, documents=documents)
-    assert len(again) == len(tokenizer) == 4096
-    assert again.eos_token_id == tokenizer.eos_token_id == 0
-    # Another release of Python has other source files, so only most of the merges are the same.
-    shared = set(again.get_vocab()) & set(tokenizer.get_vocab())
-    assert len(shared) > 3500
-
-
-@pytest.mark.nightly
 def test_built_in_corpus(tokenizer):
     train, evaluation = load_sequences(arguments("python-stdlib"), tokenizer, 128)
     assert len(train) > 10_000 and 100 < len(evaluation) < len(train) / 10
@@ -233,15 +219,6 @@ def check_that_no_token_wraps(folder: Path, n_tokens: int) -> None:
 @pytest.mark.parametrize("n_tokens", [2**16, 2**16 + 1])
 def test_tokens_of_a_large_vocabulary_do_not_wrap(tmp_path, n_tokens):
     check_that_no_token_wraps(tmp_path, n_tokens)
-
-
-@pytest.mark.check
-def test_planted_tokens_that_wrap_are_noticed(tmp_path, monkeypatch):
-    planted = types.SimpleNamespace(**{**vars(np), "dtype": lambda _: np.dtype("<u2")})
-    monkeypatch.setattr(token_cache, "np", planted)
-    check_that_no_token_wraps(tmp_path, 2**16)
-    with pytest.raises(AssertionError, match=r"assert \[0, 1, "):
-        check_that_no_token_wraps(tmp_path, 2**16 + 1)
 
 
 @pytest.mark.check
@@ -318,18 +295,6 @@ def test_another_column_of_a_file_is_another_text(tmp_path, tokenizer):
         train, _ = load_sequences(arguments(path, text_column=column), tokenizer, 16)
         text = tokenizer.decode(train.tokens.reshape(-1).tolist())
         assert ("What" in text, "this" in text) == (column == "question", column == "answer")
-
-
-def load_in_child(rank: int, path: Path, queue) -> None:
-    train, _ = load_sequences(arguments(path), load_tokenizer("gpt2-tiny"), 16)
-    queue.put((rank, train.tokens.tobytes()))
-
-
-@pytest.mark.nightly
-def test_two_starts_at_the_same_moment(tmp_path, reference):
-    path = write_form(tmp_path, "csv")
-    for train in ask_ranks(2, load_in_child, path):
-        assert train == reference["train"].astype("<u2").tobytes()
 
 
 @pytest.mark.check
@@ -521,15 +486,6 @@ def test_order_is_that_of_distributed_sampler(n, world_size, drop_last):
 
 
 @pytest.mark.check
-def test_int32_and_int64_give_the_same_order():
-    drawn = [
-        torch.randperm(50_000, generator=torch.Generator().manual_seed(1), dtype=dtype).tolist()
-        for dtype in (torch.int32, torch.int64)
-    ]
-    assert drawn[0] == drawn[1]
-
-
-@pytest.mark.check
 @pytest.mark.parametrize("setting", ["truncation", "padding"])
 def test_a_tokenizer_that_was_saved_with_limits_keeps_all_text(tmp_path, setting):
     """Its tokenizer.json can ask for truncation or padding, which must not change a corpus."""
@@ -606,58 +562,7 @@ def test_a_full_disk_loses_little(tmp_path, tokenizer, reference):
     assert len(encoded) == len(TEXTS) + 123 - 120, "started again"
 
 
-@pytest.mark.check
-def test_other_folders_are_removed_after_an_error(tmp_path, monkeypatch):
-    monkeypatch.setattr(storage.constants, "HF_HOME", str(tmp_path))
-
-    def fail(folder: Path) -> None:
-        (folder / "half").touch()
-        raise OSError(errno.ENOSPC, "No space left on device")
-
-    for resumes in (False, True):
-        with pytest.raises(InputError, match="No space left on device"):
-            storage.cached_folder("remote-data", "a key", fail, resumes)
-        assert len(list(tmp_path.glob("*/*.unfinished/half"))) == resumes
-
-
 # --- very large corpora ---
-
-HUGE = 10**10
-SEQUENCES = HUGE // 1024
-MIDDLE = SEQUENCES // 16  # of the samples of one rank of 8
-
-
-def train_on_huge_file(rank: int, folder: Path, queue) -> None:
-    """Answer with the order in the middle of the second epoch of 1e10 tokens, on rank 3 of 8."""
-    dtypes, randperm = set(), torch.randperm
-
-    def note_dtype(n: int, **options: object) -> torch.Tensor:
-        dtypes.add(str(options["dtype"]))
-        return randperm(n, **options)
-
-    torch.randperm = note_dtype
-    train, _ = load_sequences(arguments(folder), load_tokenizer("gpt2-tiny"), 1024)
-    sampler = ResumableSampler(train, num_replicas=8, rank=3, seed=0, drop_last=True)
-    found = {}
-    for name, start, skipped in (("straight", 0, MIDDLE), ("resumed", MIDDLE, 0)):
-        sampler.set_epoch(1, start=start)
-        found[name] = list(itertools.islice(sampler, skipped, skipped + 1000))
-        assert not any(item["input_ids"].any() for item in train.__getitems__(found[name]))
-    queue.put((rank, {**found, "sequences": len(train), "dtypes": dtypes}))
-
-
-@pytest.mark.nightly
-def test_ten_billion_tokens(tmp_path):
-    """The order needs 4 bytes for each sequence, and the tokens are only mapped."""
-    path = tmp_path / "train.bin"
-    path.touch()
-    os.truncate(path, 2 * HUGE)  # it has this size, but no content
-    np.ones(5000, dtype="<u2").tofile(tmp_path / "val.bin")
-    (found,) = ask_ranks(1, train_on_huge_file, tmp_path)
-    assert found["sequences"] == SEQUENCES and found["dtypes"] == {"torch.int32"}
-    chosen = found["resumed"]
-    assert chosen == found["straight"], "the orders differ"
-    assert len(set(chosen)) == len(chosen) and SEQUENCES / 2 < max(chosen) < SEQUENCES
 
 
 @pytest.mark.check
@@ -851,23 +756,3 @@ def test_chapter_1_trains_on_ready_made_tokens_and_resumes(tmp_path):
     assert found["scored_tokens"] == 31 * (700 // 32 + 500 // 32)
     assert found["loss"] == pytest.approx(metrics[-1]["eval_loss"], rel=1e-6)
     assert found["bits_per_byte"] == pytest.approx(metrics[-1]["bits_per_byte"], rel=1e-3)
-
-
-@pytest.mark.check
-def test_preflight_compares_ready_made_tokens(tmp_path):
-    """Without --tokenize: the same on two nodes, until one of them has another shard."""
-    load_script(ROOT / "03-multi-node/preflight.py")
-    describe = sys.modules["checks.nodes"].describe_data
-    for node in ("one", "two"):
-        (tmp_path / node).mkdir()
-        write_shards(tmp_path / node / "tokens", "llm.c")
-    args = [arguments(tmp_path / node / "tokens") for node in ("one", "two")]
-    for each in args:
-        each.tokenize = False
-    first, second = map(describe, args)
-    assert first == second and first["files"] == 3 and len(first["checksum"]) == 16
-    assert first["bytes"] == 3 * 1024 + 2 * (100 + 110 + 120)
-    shard = tmp_path / "two/tokens/b_train.bin"
-    content = shard.read_bytes()
-    shard.write_bytes(content[:-2] + b"\1\0")
-    assert describe(args[1])["checksum"] != first["checksum"], "not noticed"

@@ -13,7 +13,7 @@ from helpers import ROOT, make_flags, plant, register
 from runner import load_script
 from transformers import set_seed
 
-from common.checkpoint import save_load
+from common import checkpoint
 
 STEPS = 12
 CHAPTER = "01-single-gpu"
@@ -85,7 +85,7 @@ def test_planted_rng_state_that_is_not_restored_is_seen(run, tmp_path, monkeypat
     run("straight")
     run("resumed")
     shutil.rmtree(tmp_path / f"resumed/checkpoints/step-{STEPS:08d}")  # back to the one before it
-    monkeypatch.setattr(save_load, "set_rng_state", lambda rng: None)
+    monkeypatch.setattr(checkpoint, "set_rng_state", lambda rng: None)
     run("resumed")
     status, said = compare(tmp_path, monkeypatch, capsys, "straight", "resumed")
     first, early, late = said.splitlines()

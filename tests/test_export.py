@@ -8,6 +8,7 @@ import signal
 import sys
 from pathlib import Path
 
+import helpers
 import pytest
 import torch
 import torch.distributed as dist
@@ -18,15 +19,12 @@ from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.fsdp import fully_shard
-from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from common import distributed, models
-from common.checkpoint import manifest, save_checkpoint, trained
-from common.checkpoint.manifest import describe_model
+from common import checkpoint, distributed, models, trained
 
 SCRIPT = ROOT / "04-fsdp/export.py"
-SMALL = ["-s", 32, "--global-batch-size", 6, "--max-steps", 4, "--ckpt-freq", 2]
+SMALL = ["-s", 32, "--global-batch-size", 6, "--max-steps", 4, "--ckpt-freq", 2, "--log-freq", 1]
 IDS = torch.arange(64).view(2, 32) * 61 % 4096
 RUNS = {"gpt2": "gpt2-tiny", "llama": "llama-tiny", "zero": "gpt2-tiny", "fsdp": "llama-tiny"}
 TIED = "lm_head.weight"
@@ -42,11 +40,9 @@ def random_model(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
 
 
 def save_run(run_dir: Path, name: str, model: nn.Module, dtype: str = "float32") -> None:
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    training = {"model": describe_model(model), "seq_length": 32, "param_dtype": dtype}
+    training = {"model": checkpoint.describe_model(model), "seq_length": 32, "param_dtype": dtype}
     training["sources"] = {"model_name": name, "tokenizer_name": None}
-    schedule = LambdaLR(optimizer, lambda step: 1.0)
-    save_checkpoint(run_dir, model, optimizer, schedule, {"step": 7}, training, keep=1)
+    helpers.save_run(run_dir, model, 7, training)
 
 
 def save_sharded(rank: int, run_dir: Path, name: str) -> None:
@@ -197,7 +193,7 @@ def test_tokenizer_and_settings_come_back(runs, export, tmp_path):
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(models.load_config(str(folder)))
         training = json.loads((runs / run / "state.json").read_text())["training"]
-        assert describe_model(model) == training["model"]
+        assert checkpoint.describe_model(model) == training["model"]
         model = AutoModelForCausalLM.from_pretrained(folder)
         assert model.generation_config.eos_token_id == 0
         assert model.config.use_cache and model.generation_config.use_cache
@@ -282,9 +278,9 @@ def test_planted_number_that_changes_is_noticed(runs, export, tmp_path, monkeypa
 def test_bad_input(runs, refuse, tmp_path):
     provide(runs, "llama")
     target = tmp_path / "model"
-    assert "no state.json" in refuse(tmp_path / "nothing", target)
-    assert "no state.json" in refuse(runs, target)
-    assert "no state.json" in refuse(runs / "corpus.txt", target)
+    assert "no run's folder" in refuse(tmp_path / "nothing", target)
+    assert "no run's folder" in refuse(runs, target)
+    assert "no run's folder" in refuse(runs / "corpus.txt", target)
     assert "another model than gpt2-tiny: give -m" in refuse(
         runs / "llama", target, "-m", "gpt2-tiny"
     )
@@ -304,9 +300,7 @@ def test_damaged_runs(runs, export, refuse, tmp_path):
     run, target = tmp_path / "run", tmp_path / "model"
     shutil.copytree(runs / "gpt2", run)
     (file,) = run.glob("checkpoints/step-00000004/*.distcp")
-    content = bytearray(file.read_bytes())
-    content[len(content) // 2] ^= 1
-    file.write_bytes(content)
+    os.truncate(file, file.stat().st_size - 1)
     assert f"{file} is damaged: give another --step." in refuse(run, target)
     file.unlink()
     assert f"{file} is damaged" in refuse(run, target)
@@ -314,7 +308,7 @@ def test_damaged_runs(runs, export, refuse, tmp_path):
     compare(target, read_run(runs / "gpt2", "gpt2-tiny", 2))
     shutil.rmtree(target)
     shutil.rmtree(run / "checkpoints")
-    assert "no complete checkpoint" in refuse(run, target)
+    assert "with a complete checkpoint" in refuse(run, target)
     for text in ("{", "[]", "{}", '{"format": 9, "training": {}, "checkpoints": []}'):
         (run / "state.json").write_text(text)
         assert "state.json is damaged" in refuse(run, target)
@@ -325,10 +319,9 @@ def test_what_stops_the_reading(runs, refuse, export, tmp_path, monkeypatch):
     """A run that goes on deletes old checkpoints; Ctrl-C stays Ctrl-C."""
     run, target = tmp_path / "run", tmp_path / "model"
     shutil.copytree(runs / "gpt2", run)
-    monkeypatch.setattr(manifest, "measure_file", lambda file, _: measures[file.name])
-    measures = json.loads((run / "state.json").read_text())["checkpoints"][-1]["files"]
+    monkeypatch.setattr(trained, "damaged_file", lambda path: None)
     next(run.glob("checkpoints/step-00000004/*.distcp")).unlink()
-    assert "cannot be read (No such file or directory): if the run has" in refuse(run, target)
+    assert "cannot be read: if the run has deleted it" in refuse(run, target)
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt

@@ -43,16 +43,27 @@ def own_weights(folder: Path) -> Path:
     return folder
 
 
+RATE = ("--lr", 1e-2)  # to see losses fall in a few steps
+
+
+@pytest.mark.check
+def test_the_default_rate_is_lower_for_pretrained_weights(train, tmp_path):
+    few = ("-m", own_weights(tmp_path / "model"), "-s", 16, "--max-steps", 1, "--warmup-steps", 0)
+    for args, rate in (((), 1 / 128), (("--pretrained",), 5e-5)):
+        (line,) = train(*few, *args, name=f"run-{len(args)}")
+        assert line["lr"] == pytest.approx(rate)
+
+
 class FineTuning:
     """A folder of weights, chapter 1's training from it, and those of others on two ranks."""
 
     def __init__(self, folder: Path) -> None:
         self.model, self.ladder, self.alone = own_weights(folder / "model"), Ladder(folder), "alone"
-        flags = self.ladder.flags(self.alone, "-m", self.model, "--pretrained", "-b", 24)
+        flags = self.ladder.flags(self.alone, "-m", self.model, "--pretrained", "-b", 24, *RATE)
         assert finish(start(flags, samples_file=self.ladder.samples_file(self.alone))) == 0
 
     def compare(self, chapter: str, *pretrained: str) -> None:
-        args = ("-m", self.model, *pretrained, "-b", 4, *float32(chapter))
+        args = ("-m", self.model, *pretrained, "-b", 4, *RATE, *float32(chapter))
         found = self.ladder.run(Run(chapter, 2, args))
         assert_parity(self.ladder, self.alone, found, 2)
 

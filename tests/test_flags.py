@@ -24,16 +24,17 @@ from common.data import load_sequences
 from common.models import load_config, load_tokenizer
 
 LENGTH, GLOBAL_BATCH, MICRO_BATCH = 16, 6, 2
-PEAK, WARM_UP = 0.02, 4
+PEAK, WARM_UP, BETA1 = 0.02, 4, 0.7
 LOG, EVALUATE, SAVE, KEEP = 2, 5, 4, 3
 EPOCHS, SEED, SAMPLE = 1.5, 3, 2
 VALUES = [
     *("--seed", SEED, "--text-column", "body", "-s", LENGTH, "--num-workers", 1),
     *("--tokenizer-name", "gpt2-tiny", "--param-dtype", "bfloat16", "--compile"),
     *("-b", MICRO_BATCH, "--global-batch-size", GLOBAL_BATCH, "--num-epochs", EPOCHS),
-    *("--lr", PEAK, "--warmup-steps", WARM_UP, "--weight-decay", 0.25, "--max-grad-norm", 0.01),
-    *("--log-freq", LOG, "--eval-freq", EVALUATE, "--ckpt-freq", SAVE, "--keep-checkpoints", KEEP),
-    *("--eval-sequences", SAMPLE),
+    *("--lr", PEAK, "--beta1", BETA1, "--warmup-steps", WARM_UP, "--weight-decay", 0.25),
+    *("--max-grad-norm", 0.01),
+    *("--log-freq", LOG, "--eval-freq", EVALUATE, "--ckpt-freq", SAVE - 1),  # rounded up
+    *("--keep-checkpoints", KEEP, "--eval-sequences", SAMPLE),
 ]
 TIMEOUT_S = 77
 
@@ -41,14 +42,14 @@ TIMEOUT_S = 77
 class Seen:
     """What one run did. Of each training pass: the tokens, and whether dropout was on.
 
-    Of each optimizer step: the learning rate, the weight decay and the dtypes of all parameters,
-    the norm of the gradients as they were applied.
+    Of each optimizer step: the learning rate, the weight decay, beta1 and the dtypes of all
+    parameters, the norm of the gradients as they were applied.
     """
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
         self.passes: list[torch.Tensor] = []
         self.modes: dict[str, set[bool]] = {"training": set(), "evaluation": set()}
-        self.steps: list[tuple[set[float], set[float], set[torch.dtype], float]] = []
+        self.steps: list[tuple] = []
         self.workers: set[int] = set()
         self.evaluated = 0  # sequences, without padding
         self.compiled = 0
@@ -91,6 +92,7 @@ class Seen:
             (
                 {group["lr"] for group in groups},
                 {group["weight_decay"] for group in groups},
+                {group["betas"][0] for group in groups},
                 {parameter.dtype for parameter in parameters},
                 torch.stack([gradient.norm() for gradient in gradients]).norm().item(),
             )
@@ -163,11 +165,12 @@ def compare(seen: Seen, metrics: list[dict], blocks: torch.Tensor) -> None:
     assert seen.compiled, "the model is not compiled"
     assert seen.modes == {"training": {True}, "evaluation": {False}}, f"the modes are {seen.modes}"
 
-    rates, decays, dtypes, norms = zip(*seen.steps, strict=True)
+    rates, decays, betas, dtypes, norms = zip(*seen.steps, strict=True)
     peak = [PEAK / WARM_UP, PEAK, PEAK / 10]
     found = [rate for index in (0, WARM_UP, -1) for rate in rates[index]]
     assert found == pytest.approx(peak), f"the learning rates are {found}"
     assert 0.25 in set.intersection(*decays), f"the weight decay is {decays[0]}"
+    assert set.union(*betas) == {BETA1}, f"beta1 is {betas[0]}"
     assert set.union(*dtypes) == {torch.bfloat16}, f"the weights are {dtypes[0]}"
     assert max(norms) == pytest.approx(0.01, rel=0.05), f"the norm is {max(norms)}"
 
@@ -200,6 +203,7 @@ BUGS = {
     "order of an epoch": ("sampler.set_epoch(epoch, ", "sampler.set_epoch(0, ", "the order"),
     "epochs": ("args.num_epochs * steps", "0.6 * steps", "the number of steps"),
     "weight decay": ("weight_decay=args.weight_decay", "weight_decay=0.1", "the weight decay"),
+    "beta1": ("betas=(args.beta1, ", "betas=(0.8, ", "beta1 is"),
     "clipping": ("args.max_grad_norm)", "1.0)", "the norm"),
     "warm-up": ("(step + 1) / args.warmup_steps", "step / args.warmup_steps", "the learning rates"),
     "decay": ("return 0.1 + 0.9 * (1 +", "return (1 +", "the learning rates"),
@@ -224,7 +228,12 @@ BUGS = {
         'if state["step"] % 50 == 0',
         "the checkpoints",
     ),
-    "kept": ("settings, args.keep_checkpoints", "settings, 2", "the checkpoints"),
+    "rounding": (
+        "= math.ceil(args.ckpt_freq / args.log_freq) * args.log_freq",
+        "= args.ckpt_freq",
+        "the",
+    ),
+    "kept": ("state, args.keep_checkpoints", "state, 2", "the checkpoints"),
     "tokens": ("timers.read(args.global_batch_size", "timers.read(micro_batch_size", "the tokens"),
 }
 

@@ -2,18 +2,16 @@
 
 import io
 import json
-import shutil
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import helpers
 import pytest
 import torch
 from helpers import ROOT, first_then_nightly
 from runner import load_script
 from torch import nn
-from torch.optim.lr_scheduler import LambdaLR
 from transformers import (
     AutoModelForCausalLM,
     GenerationMixin,
@@ -21,10 +19,7 @@ from transformers import (
     RepetitionPenaltyLogitsProcessor,
 )
 
-from common import distributed, models
-from common.checkpoint import save_checkpoint, trained
-from common.checkpoint.manifest import describe_model, measure_file
-from common.cli import InputError
+from common import checkpoint, distributed, models
 
 SCRIPT = ROOT / "01-single-gpu/generate.py"
 NAMES = ["gpt2-tiny", "llama-tiny"]
@@ -44,14 +39,11 @@ def random_model(name: str) -> PreTrainedModel:
     return model.eval()
 
 
-def save_run(
-    run_dir: Path, name: str, model: nn.Module, step: int = 7, tokenizer_name: str | None = None
-) -> None:
-    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
-    training = {"model": describe_model(model), "seq_length": 32, "param_dtype": "float32"}
-    training["sources"] = {"model_name": name, "tokenizer_name": tokenizer_name}
-    schedule = LambdaLR(optimizer, lambda step: 1.0)
-    save_checkpoint(run_dir, model, optimizer, schedule, {"step": step}, training, keep=2)
+def save_run(run_dir: Path, name: str, model: nn.Module, step: int = 7) -> None:
+    settings = {"model": checkpoint.describe_model(model), "seq_length": 32}
+    settings |= {"param_dtype": "float32"}
+    settings["sources"] = {"model_name": name, "tokenizer_name": None}
+    helpers.save_run(run_dir, model, step, settings)
 
 
 @pytest.fixture(scope="module")
@@ -245,15 +237,6 @@ def test_what_is_drawn_from(ask):
     assert not draw("--temperature", 5, "--top-k", 0) <= nucleus
 
 
-@pytest.mark.nightly
-def test_settings_of_a_folder_do_not_count(ask, saved, tmp_path):
-    before = ask("gpt2-tiny-folder", "-p", "def", "--temperature", 0)
-    shutil.copytree(saved / "gpt2-tiny-folder", tmp_path / "model")
-    settings = {"do_sample": True, "temperature": 9.0, "no_repeat_ngram_size": 1, "eos_token_id": 5}
-    (tmp_path / "model/generation_config.json").write_text(json.dumps(settings))
-    assert ask(tmp_path / "model", "-p", "def", "--temperature", 0) == before
-
-
 def other_model(name: str) -> PreTrainedModel:
     model = random_model(name)
     for parameter in model.parameters():
@@ -275,51 +258,6 @@ def test_newest_checkpoint_and_another_one(generate, tmp_path):
 
 
 @pytest.mark.nightly
-def test_a_run_has_its_own_tokenizer(generate, tmp_path):
-    """Arguments replace its names."""
-    tokenizer = models.load_tokenizer("gpt2-tiny")
-    tokenizer.add_tokens(["unusual"])
-    tokenizer.save_pretrained(tmp_path / "tokenizer")
-    config = models.load_config("llama-tiny")
-    own = str(tmp_path / "tokenizer")
-    models.check_sizes(config, models.load_tokenizer(own), None)
-    model = AutoModelForCausalLM.from_config(config)
-    save_run(tmp_path / "run", "llama-tiny", model, tokenizer_name=own)
-    first_line = f"step 7 of {tmp_path}/run (model llama-tiny, tokenizer {own}); sampled with seed"
-    assert generate(tmp_path / "run", "-p", "def").err.startswith(first_line)
-    said = refuse_here(generate, tmp_path / "run", "-p", "def", "--tokenizer-name", "gpt2-tiny")
-    assert said.endswith("/run has another model than llama-tiny: give -m and --tokenizer-name.")
-
-
-@pytest.mark.nightly
-def test_a_checkpoint_that_goes_while_it_is_read(generate, tmp_path, monkeypatch):
-    """The run has gone on and deleted it, so there is a newer one; otherwise it is an error."""
-    run = tmp_path / "run"
-    save_run(run, "gpt2-tiny", random_model("gpt2-tiny"), 3)
-    read, deleted = measure_file, []
-
-    def go_on(file: Path, expected: dict) -> dict | None:
-        if not deleted:
-            deleted.append(file)
-            save_run(run, "gpt2-tiny", other_model("gpt2-tiny"), 5)
-            shutil.rmtree(run / "checkpoints/step-00000003")
-        return read(file, expected)
-
-    monkeypatch.setattr(trained.manifest, "measure_file", go_on)
-    assert generate(run, "-p", "def").err.startswith("step 5 of ")
-    deleted.clear()
-    (run / "checkpoints/step-00000005/.metadata").unlink()
-    monkeypatch.setattr(trained.manifest, "measure_file", read)
-    assert "step-00000005/.metadata is damaged" in refuse_here(generate, run, "-p", "def")
-
-
-def refuse_here(generate, *args: object) -> str:
-    with pytest.raises(InputError) as error:
-        generate(*args)
-    return str(error.value)
-
-
-@pytest.mark.nightly
 def test_lines_of_stdin(generate, saved):
     run = saved / "gpt2-tiny"
     together = generate(run, "--temperature", 0, stdin="def\n\nclass Reader:").out
@@ -338,18 +276,6 @@ def test_lines_of_stdin(generate, saved):
 def test_several_texts_have_titles(generate, saved):
     out = generate(saved / "gpt2-tiny", "-p", "def", "-n", 2, "--max-new-tokens", 3).out
     assert out.startswith("--- sample 1 of 'def'\ndef") and "\n--- sample 2 of 'def'\ndef" in out
-
-
-@pytest.mark.nightly
-def test_as_a_reader_starts_it(saved, tmp_path):
-    """In a pipe whose reader stops early, and with bytes that are no text."""
-    command = f"printf 'def\\nStra\\337e\\n%0100d\\n' 1 | {sys.executable} {SCRIPT} "
-    command += f"{saved}/gpt2-tiny --max-new-tokens 5 | head -n 1"
-    done = subprocess.run(["bash", "-c", command], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0 and done.stdout.startswith("def")
-    assert done.stderr == (
-        f"step 7 of {saved}/gpt2-tiny (model gpt2-tiny, tokenizer gpt2-tiny); sampled with seed 0\n"
-    )
 
 
 @pytest.fixture

@@ -34,11 +34,12 @@ from helpers import (
     tensors,
 )
 from runner import Series
+from torch.distributed.checkpoint import filesystem
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves, tree_map
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from common.checkpoint import asynchronous
+from common import checkpoint
 from common.distributed import SINGLE_PROCESS
 from common.models import causal_attention
 from precision import FP8_CAPABILITY
@@ -149,7 +150,7 @@ def check_asynchronous_checkpoints(train, monkeypatch, folder, late: str) -> Non
     which the GPU is busy for longer. It comes after the random state, for which the host pins
     memory at each save, and waits for the GPU: that would hide what the copy has not waited for.
     """
-    collect, write = asynchronous.collect_content, asynchronous.write_content
+    collect, write = checkpoint.collect_content, filesystem.FileSystemWriter.write_data
     held, last = {}, []
 
     def note(*args: object) -> dict:
@@ -165,19 +166,19 @@ def check_asynchronous_checkpoints(train, monkeypatch, folder, late: str) -> Non
             torch.cuda._sleep(6 * 10**9)  # cycles: three seconds
         return copy(target, source, non_blocking)
 
-    def write_late(*args: object) -> None:
+    def write_late(*args: object) -> object:
         if late == "writing":
             time.sleep(0.5)
-        write(*args)
+        return write(*args)
 
     copy = torch.Tensor.copy_
     monkeypatch.setattr(torch.Tensor, "copy_", copy_late)
-    monkeypatch.setattr(asynchronous, "collect_content", note)
-    monkeypatch.setattr(asynchronous, "write_content", write_late)
+    monkeypatch.setattr(checkpoint, "collect_content", note)
+    monkeypatch.setattr(filesystem.FileSystemWriter, "write_data", write_late)
     for name, value in SINGLE_PROCESS.items():
         monkeypatch.setenv(name, value)
-    saves = ("--max-steps", 20, "--ckpt-freq", 5, "--keep-checkpoints", 9, "--async-checkpoint")
-    train(*saves, name="run", chapter="04-fsdp")
+    saves = ("--max-steps", 20, "--log-freq", 5, "--ckpt-freq", 5, "--keep-checkpoints", 9)
+    train(*saves, "--async-checkpoint", name="run", chapter="04-fsdp")
     assert sorted(held) == [5, 10, 15, 20]
     for step, expected in held.items():
         assert_same_tensors(expected, tensors(folder / "run", step))
@@ -189,13 +190,13 @@ def test_asynchronous_checkpoints_are_of_their_step(train, tmp_path, monkeypatch
     check_asynchronous_checkpoints(train, monkeypatch, tmp_path, late)
 
 
-def not_copied(_: asynchronous.AsyncCheckpoints, content: dict) -> dict:
-    return tree_map(lambda value: value, content)
+def not_copied(_: checkpoint.BlockingAsyncStager, content: dict) -> dict:
+    return content
 
 
 @pytest.mark.gpu
 def test_planted_tensors_that_are_not_copied_are_noticed(train, tmp_path, monkeypatch):
-    monkeypatch.setattr(asynchronous.AsyncCheckpoints, "_copy", not_copied)
+    monkeypatch.setattr(checkpoint.BlockingAsyncStager, "stage", not_copied)
     with pytest.raises(AssertionError, match=r"\.(model|optimizer)\."):
         check_asynchronous_checkpoints(train, monkeypatch, tmp_path, "writing")
 
@@ -307,7 +308,7 @@ def test_a_signal_to_one_rank_stops_all_gpus(tmp_path):
     assert column(stopped, "loss") == pytest.approx(column(straight, "loss"), rel=1e-5)
 
 
-FORWARD = 'with timers("forward"), sync():\n'
+FORWARD = 'with timers("forward"):\n'
 LATE = [(FORWARD, f"{FORWARD}                __import__('time').sleep(0.05 * (rank == 1))\n")]
 register("03-multi-node", LATE)
 

@@ -1,7 +1,6 @@
 """05-mixed-precision/growth.py: its formulas by hand, its result file and its figures."""
 
 import json
-import math
 from dataclasses import replace
 
 import growth_chart
@@ -9,7 +8,7 @@ import growth_check
 import matplotlib
 import pytest
 import report
-from helpers import ROOT, run_script
+from helpers import ROOT
 
 growth = growth_check.growth
 RING, TREE = growth.HOPS["ring"], growth.HOPS["tree"]
@@ -82,56 +81,6 @@ def test_fsdp_hides_what_a_block_computes():
     assert growth.exposed(fast, 8, NODE) == pytest.approx(1.75 + root + ahead + behind, rel=1e-3)
 
 
-@pytest.mark.check
-def test_a_step_shards_the_update_only_with_fsdp():
-    fsdp = replace(SMALL, strategy="fsdp")
-    for work, update in ((SMALL, 1.0), (fsdp, 1 / 8)):
-        expected = 30 + update + growth.exposed(work, 8, NODE)
-        assert growth.step(work, 8, NODE) == pytest.approx(expected)
-        assert growth.step(work, 8, NODE, wait=2.0) == pytest.approx(expected + 2)
-    assert growth.step(SMALL, 1, NODE, wait=2.0) == 31  # nobody to wait for
-
-
-@pytest.mark.check
-def test_efficiency_is_passes_over_the_step():
-    assert growth.efficiency(SMALL, 1, NODE) == pytest.approx(30 / 31)
-    assert growth.efficiency(SMALL, 1, NODE, tokens=16) == pytest.approx(60 / 61)  # not the update
-
-
-@pytest.mark.check
-def test_the_smallest_batch_is_the_smallest():
-    least = growth.smallest_batch(SMALL, 8, NODE, 0.9)
-    assert growth.efficiency(SMALL, 8, NODE, least) >= 0.9
-    assert growth.efficiency(SMALL, 8, NODE, least - 1) < 0.9
-
-
-@pytest.mark.check
-def test_most_gpus_keep_a_sequence_each():
-    free = growth.Cluster(bus=math.inf, port=math.inf, node=2**30)
-    work = replace(SMALL, update=0.0, forward=1e9, backward=2e9)
-    assert growth.most_gpus(work, 1024, 16, free, 0.9) == 64
-    slow = growth.most_gpus(SMALL, 64, 1, NODE, 0.9)
-    assert growth.efficiency(SMALL, slow, NODE, 64 / slow) >= 0.9
-    assert growth.efficiency(SMALL, 2 * slow, NODE, 32 / slow) < 0.9
-
-
-@pytest.mark.check
-@pytest.mark.parametrize(
-    ("name", "blocks", "block", "late", "whole"),
-    [
-        # 12 d^2 + 13 d for each block; positions and the last norm are the rest.
-        ("gpt2", 12, 12 * 768**2 + 13 * 768, 50304 * 768, 124_475_904),
-        # 2 d^2 + 2 d x 1024 for attention, 3 d x 14336 for the MLP, two norms.
-        ("llama-3.1-8b", 32, 2 * 4096**2 + 2 * 4096 * 1024 + 3 * 4096 * 14336 + 2 * 4096,
-            128256 * 4096, 8_030_261_248),
-    ],
-)  # fmt: skip
-def test_parameters_of_a_preset(name, blocks, block, late, whole):
-    work = growth.work_of("ddp", name, 1024, 1024, 1.0, 2.0, 0.1)
-    assert (work.layers, work.layer, work.embedding) == (blocks, block, late)
-    assert work.layers * work.layer + work.root == whole
-
-
 # --- result files and figures ---
 
 
@@ -148,14 +97,6 @@ def test_the_committed_file_is_of_todays_formulas_and_files():
         assert row == pytest.approx(now), stale
     for title, each in growth_check.works().items():
         assert inputs["works"][title]["work"] == pytest.approx(each["work"]), stale
-
-
-def test_script_prints_what_the_file_has():
-    out = run_script("05-mixed-precision/growth.py").stdout
-    for row in report.content(ROOT / report.result("growth"))["paper"]:
-        if row["network"] in ("within a node", "400 Gbit/s per GPU"):
-            assert f"{row['tokens_per_s']:,.0f}" in out
-            assert f"{row['smallest_batch']:,}" in out
 
 
 @pytest.mark.check

@@ -3,7 +3,6 @@
 Two launchers on one machine are two nodes, as far as torchrun and the script are concerned.
 """
 
-import json
 import re
 import signal
 import subprocess
@@ -22,6 +21,7 @@ from helpers import (
     environment,
     first_then_nightly,
     free_port,
+    newest_step,
     register,
     run_on_nodes,
     selected_runs,
@@ -39,8 +39,8 @@ def read_layout(run_dir: Path) -> dict[str, list[tuple[int, list[int], int]]]:
 
     Each is (first row, shape, rank that wrote it). Of ranks that hold the same, one writes it.
     """
-    record = json.loads((run_dir / "state.json").read_text())["checkpoints"][-1]
-    saved = FileSystemReader(run_dir / record["path"]).read_metadata()
+    path = run_dir / f"checkpoints/step-{newest_step(run_dir):08d}"
+    saved = FileSystemReader(path).read_metadata()
     writers = {}
     for index, stored in saved.storage_data.items():
         if index.offset is not None:

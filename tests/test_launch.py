@@ -1,6 +1,5 @@
 """How the processes of a run are started, what they say, and how all of them end."""
 
-import errno
 import os
 import re
 import signal
@@ -9,15 +8,12 @@ import sys
 import time
 from pathlib import Path
 
-import psutil
 import pytest
 import torch
-import torch.distributed as dist
 from helpers import (
     CHAPTERS,
     ROOT,
     TORCHRUN,
-    children,
     environment,
     first_then_nightly,
     read_metrics,
@@ -90,18 +86,6 @@ def test_variables_that_are_missing_or_wrong(monkeypatch, place, sentence):
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     with pytest.raises(InputError, match=sentence):
         distributed.prepare_environment()
-
-
-@pytest.mark.check
-def test_a_world_of_one_needs_no_address_and_keeps_one(monkeypatch):
-    for place in ({}, {"WORLD_SIZE": "1"}, {"WORLD_SIZE": "1", "RANK": "0", "LOCAL_RANK": "0"}):
-        monkeypatch.setattr(os, "environ", {**place, "HOME": "/"})
-        distributed.prepare_environment()
-        assert os.environ == {**distributed.SINGLE_PROCESS, "HOME": "/"}
-    place = {**PLACE, "WORLD_SIZE": "1", "MASTER_ADDR": "node1"}
-    monkeypatch.setattr(os, "environ", dict(place))
-    distributed.prepare_environment()
-    assert os.environ == place
 
 
 @pytest.mark.check
@@ -225,34 +209,6 @@ def test_a_port_in_use(flags, tmp_path):
     begin = r"\[rank 1\] .*/02-ddp/train_llm.py, line \d+: "
     assert re.match(begin + r"dist.init_process_group\(", where)
     assert sentence.startswith("[rank 1] The other ranks are gone or out of reach (")
-
-
-@pytest.mark.check
-def test_a_lost_peer_is_reported_with_the_last_line_of_the_repository(monkeypatch, tmp_path):
-    """Debian's folder of packages is dist-packages; a virtual environment is often inside."""
-    pattern = distributed.OWN_FILES.pattern.replace(re.escape(str(ROOT)), re.escape(str(tmp_path)))
-    monkeypatch.setattr(distributed, "OWN_FILES", re.compile(pattern))
-    script = tmp_path / "script.py"
-    script.write_text("def main():\n    fail()  # the line to show\n")
-    for folder in ("lib/dist-packages", ".venv/lib/site-packages"):
-        package = tmp_path / folder / "package.py"
-        package.parent.mkdir(parents=True)
-        package.write_text("def fail():\n    raise RuntimeError('[x] /gloo/pair.cc: closed')\n")
-        outside: dict = {}
-        for path in (package, script):
-            exec(compile(path.read_text(), str(path), "exec"), outside)
-        with pytest.raises(RuntimeError) as failed:
-            outside["main"]()
-        sentence, status = distributed._explain(failed.value)
-        assert status == 1
-        assert sentence.startswith(f"{script}, line 2: fail()  # the line to show\nThe other ranks")
-
-
-@pytest.mark.check
-def test_a_folder_that_cannot_be_written_is_one_sentence():
-    error = OSError(errno.EROFS, "Read-only file system", "/data/x")
-    sentence = "Cannot write /data/x: Read-only file system. Free space or choose a writable "
-    assert distributed._explain(error) == (sentence + "folder, then start again.", 2)
 
 
 AS_YOU_DID = "start it again in the same way, with -e run"
@@ -454,7 +410,7 @@ def test_ctrl_c_reaches_all_ranks(flags, tmp_path):
         start_new_session=True,
     )
     try:
-        wait_for_file(tmp_path / "run/state.json", lambda: process.poll() is None)
+        wait_for_file(tmp_path / "run/metrics.jsonl", lambda: process.poll() is None)
         os.killpg(process.pid, signal.SIGINT)
         _, said = process.communicate(timeout=300)
     finally:
@@ -464,61 +420,3 @@ def test_ctrl_c_reaches_all_ranks(flags, tmp_path):
     assert "torch.distributed.run --standalone" in interrupted
     # torchrun waits half a minute for ranks that do not end by themselves, and then says this.
     assert "forcefully exiting" not in said
-
-
-def delay_gloo() -> None:
-    """Rank 0 leaves the group while a thread of gloo still holds a tensor of Python's."""
-    leave = dist.destroy_process_group
-
-    def leave_early() -> None:
-        if os.environ["RANK"] == "1":
-            time.sleep(1)  # rank 0 waits for this rank when it registers what its thread does then
-        future = dist.all_reduce(torch.ones(2), async_op=True).get_future()
-        if os.environ["RANK"] == "0":
-            future.then(lambda _: time.sleep(1))
-        future.wait()  # not for what its thread does then
-        leave()
-
-    dist.destroy_process_group = leave_early
-
-
-def test_a_rank_ends_though_a_thread_of_gloo_is_late(flags):
-    """In chapters 4 and 5, other objects hold the group as well."""
-    options = {"chapter": "02-ddp", "plant": delay_gloo}
-    assert Ranks(2, [*flags, "-e", "run"], **options).finish() == [0, 0]
-
-
-WAITS = """
-import sys, time
-from pathlib import Path
-from common import distributed
-distributed.prepare_environment()
-Path(sys.argv[1]).touch()
-time.sleep(900)
-"""
-
-
-@pytest.mark.ci
-@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux, and its prctl")
-def test_ranks_end_with_their_torchrun(tmp_path):
-    (tmp_path / "train_llm.py").write_text(WAITS)
-    words = [sys.executable, *TORCHRUN, 1, tmp_path / "train_llm.py", tmp_path / "waits"]
-    torchrun = subprocess.Popen([*map(str, words)], cwd=ROOT)
-    try:
-        wait_for_file(tmp_path / "waits", lambda: torchrun.poll() is None)
-        (worker,) = map(psutil.Process, children(torchrun.pid))
-    finally:
-        torchrun.kill()
-        torchrun.wait()
-    deadline = time.monotonic() + 300
-    while not has_ended(worker):
-        assert time.monotonic() < deadline, "the rank lives on"
-        time.sleep(0.1)
-
-
-def has_ended(process: psutil.Process) -> bool:
-    """A process that has ended stays as a zombie where nobody asks for its status."""
-    try:
-        return process.status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True

@@ -1,15 +1,10 @@
 """The local Slurm cluster: jobs, lost nodes and preemption on it, and that it leaves nothing."""
 
-import contextlib
-import os
-import shutil
-import signal
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
-from cluster import PATIENCE_S, SCRIPT, Cluster, need_cluster
+from cluster import Cluster, need_cluster
 
 
 @pytest.mark.ci
@@ -87,29 +82,6 @@ class Machine(Cluster):
             "processes": sorted(pid for pid, (parent, _) in found.items() if parent not in found),
         }
 
-    def start_up(self, until: Path) -> tuple[subprocess.Popen, int]:
-        """Start `up` and return when a file is there: the process, and the id of the script."""
-        process = subprocess.Popen(
-            [*self.within, "bash", SCRIPT, "up"],
-            env=self.env,
-            stderr=subprocess.PIPE,
-            text=True,
-            # pytest may run where Ctrl-C is ignored, and children inherit that.
-            preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
-        )
-        path = self.root / until.relative_to("/")
-        while not path.exists():
-            assert process.poll() is None, process.stderr.read()
-        return process, child_of(process.pid)
-
-
-def child_of(pid: int) -> int:
-    for stat in Path("/proc").glob("[0-9]*/stat"):
-        with contextlib.suppress(OSError):  # it has ended
-            if stat.read_text().rpartition(")")[2].split()[1] == str(pid):
-                return int(stat.parent.name)
-    raise ProcessLookupError(pid)
-
 
 @pytest.fixture
 def machine():
@@ -117,10 +89,6 @@ def machine():
     machine = Machine()
     with machine.holder:
         yield machine
-
-
-NETWORK = Path("/run/netns/lab-node2")  # is there in the middle of `up`
-UNDONE = "The cluster did not start. All its processes and files are removed."
 
 
 @pytest.mark.ci
@@ -143,20 +111,6 @@ def test_down_leaves_nothing_behind_of_running_jobs_either(machine):
     assert (result.returncode, result.stdout) == (0, "No cluster was up.\n")
     result = machine.script("status")
     assert (result.returncode, result.stdout) == (1, "No cluster is up.\n")
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("name", "stage"),
-    [("SIGTERM", NETWORK), ("SIGINT", Path("/run/local-cluster/log/node2-sshd.log"))],
-)
-def test_stopped_up_leaves_nothing_behind(machine, name, stage):
-    before = machine.footprint()
-    up, pid = machine.start_up(stage)
-    os.kill(pid, signal.Signals[name])
-    _, said = up.communicate(timeout=PATIENCE_S)
-    assert (up.returncode, said) == (128 + signal.Signals[name], UNDONE + "\n")
-    assert machine.footprint() == before
 
 
 # --- bad input: one sentence, status 2, nothing done ---
@@ -211,15 +165,3 @@ def test_up_takes_nothing_that_something_else_uses(machine, tmp_path):
     sentence = "A cluster is up already. To end it: bash 03-multi-node/local_cluster.sh down"
     assert refusal(machine.script("up")) == sentence
     assert machine.footprint() == before
-
-
-@pytest.mark.skipif(os.geteuid() != 0 or sys.platform != "linux", reason="needs Linux and root")
-def test_missing_packages(tmp_path):
-    for tool in ("uname", "unshare", "flock", "dirname"):
-        (tmp_path / tool).symlink_to(shutil.which(tool))
-    command = [shutil.which("bash"), SCRIPT, "up"]
-    options = {"env": {"PATH": str(tmp_path)}, "capture_output": True, "text": True}
-    assert refusal(subprocess.run(command, **options)) == (
-        "Not found: slurmctld slurmd sinfo munged sshd ssh ip. To install: "
-        "apt-get install slurm-wlm munge openssh-server openssh-client iproute2"
-    )

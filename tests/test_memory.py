@@ -1,18 +1,15 @@
 """The prediction of 04-fsdp/memory.py against what ranks really hold, and what it says."""
 
-import json
 import re
 import shutil
-import statistics
 import sys
-import xml.etree.ElementTree as ElementTree
 from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import ROOT, first_then_nightly, patch, run_script
+from helpers import ROOT, first_then_nightly, patch
 from runner import ask_ranks, load_script
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
@@ -24,10 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from torch.utils.weak import WeakIdKeyDictionary
-from transformers import AutoModelForCausalLM, BloomConfig
+from transformers import AutoModelForCausalLM
 
 from common import distributed
-from common.cli import InputError
 from common.models import SAVED_OPS, causal_attention, find_layers, load_config
 
 import peak_memory
@@ -270,18 +266,6 @@ def test_planted_wrong_peaks(alone, monkeypatch, name, planted, flags):
     assert predict(load("gpt2-tiny"), options)["peak"] != pytest.approx(measured, rel=0.01)
 
 
-def test_no_scores_stay_in_memory():
-    """A llama with groups of queries needs twice as much for sequences twice as long."""
-    config = load_config("llama-tiny")
-    for precision in ("tf32", "bf16"):
-        peaks = []
-        for length in (64, 128):
-            options = Options(seq_length=length, precision=precision)
-            _, phases = peak_memory.count_activations(config, options, "tensor")
-            peaks.append(max(size for _, _, size in phases))
-        assert peaks[1] / peaks[0] < 2.01
-
-
 def test_offloaded_states_are_on_the_host():
     config = load_config("gpt2-tiny")
     here = predict(config, Options(gpus=2, **FSDP, **TOKENS))
@@ -336,12 +320,6 @@ def test_less_memory_never_needs_an_earlier_chapter(memory):
     assert none == "No number of GPUs is enough: lower --batch-size or --seq-length."
 
 
-def test_the_chart(say, tmp_path):
-    chart = tmp_path / "chart.svg"
-    assert say("-m", "gpt2-tiny", "--chart", chart)[0] == 0
-    assert ElementTree.fromstring(chart.read_text()).tag.endswith("svg")
-
-
 @pytest.mark.parametrize(
     ("args", "sentence"),
     [
@@ -365,29 +343,6 @@ def test_bad_input(say, args, sentence):
     assert status == 2
     assert sentence in err.splitlines()[-1]
     assert "Traceback" not in err
-
-
-def test_a_model_without_sdpa_is_refused(say, tmp_path):
-    BloomConfig().save_pretrained(tmp_path)
-    status, _, err = say("-m", tmp_path)
-    assert status == 2 and "transformers has no SDPA for bloom" in err.splitlines()[-1]
-
-
-def test_refuses_what_the_script_refuses(say, patched):
-    with pytest.raises(InputError) as refused:
-        options = Options(tensor_parallel=3)
-        load_script(patched).tensor_parallel_plan(options, load_config(PRESET), 8)
-    status, _, err = say("-m", PRESET, "--gpus", 8, "--tensor-parallel", 3)
-    assert (status, err) == (2, f"{refused.value}\n")
-
-
-def test_only_chapter_5_is_tensor_parallel(say):
-    _, out, _ = say("-m", PRESET, "--gpus", 4, "-b", 3, "--tensor-parallel", 2)
-    _, *table, sequences, answer = out.splitlines()
-    rows = [row[:28].removeprefix("Chapter 5").strip() for row in table]
-    assert rows == ["", "selective", "full", "full --cpu-offload"]
-    assert "--global-batch-size 6;" in sequences, "the two ranks of a row have the same 3"
-    assert answer == "Chapter 5: 0.0 of 80 GiB per GPU."
 
 
 # --- time and cost ---
@@ -417,42 +372,3 @@ def test_hours_of_a_tiny_model_by_hand(memory, monkeypatch):
         memory, monkeypatch, *words, "3T", "--price-per-gpu-hour", 1.5
     )
     assert " 8.0 hours " in tiny(memory, monkeypatch, *words, "3T", "--mfu", 0.5)
-
-
-@pytest.mark.parametrize(
-    ("model", "name", "label"),
-    [
-        ("gpt2", "gpt2_bf16_scaling", "05-mixed-precision on 2"),
-        ("llama-3.1-8b", "fsdp_precision_4", "bf16, compiled"),
-    ],
-)
-def test_mfu_is_measured_assumed_or_given(memory, monkeypatch, model, name, label):
-    found = json.loads((ROOT / f"tests/benchmarks/results/{name}.json").read_text())
-    (row,) = (row for row in found["results"]["rows"] if row["label"] == label)
-    sizes = re.search(r"-s \d+ -b \d+", row["command"])[0]
-    measured = f"measured in chapter 5 on {row.get('gpus') or row['devices']} GPUs with {sizes}"
-    mfu = statistics.median(run["mfu"] for run in row["runs"])
-    assert found["machine"]["gpu"] == "NVIDIA H200"
-    assumed = "assumed for bfloat16; set your own with --mfu"
-    for words, expected in (
-        ((), (pytest.approx(mfu, abs=5e-4), measured)),
-        (("--gpu-name", "NVIDIA A100"), (0.4, assumed)),
-        (("--num-layers", 2), (0.4, assumed)),
-        (("--mfu", 0.3), (0.3, "given by --mfu")),
-    ):
-        argv = ["memory.py", "--gpu-name", "NVIDIA H200", "-m", model, *map(str, words)]
-        monkeypatch.setattr(sys, "argv", argv)
-        assert memory.find_mfu(memory.get_args()) == expected
-
-
-def test_without_matplotlib(say, monkeypatch, tmp_path):
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    status, _, err = say("-m", "gpt2-tiny", "--chart", tmp_path / "chart.svg")
-    assert (status, err) == (2, "--chart needs matplotlib: pip install matplotlib.\n")
-
-
-@pytest.mark.ci
-def test_as_a_reader_runs_it():
-    run = run_script("04-fsdp/memory.py", "-m", "llama-tiny", "--gpus", 4, "--hsdp")
-    assert run.returncode == 0, run.stderr
-    assert "Chapter 5 full --cpu-offload" in run.stdout

@@ -97,20 +97,6 @@ def test_same_losses_with_launch_mpirun(lab):
     assert_two_by_two(lab, "mpi")
 
 
-@pytest.mark.nightly
-def test_same_losses_with_launch_torchrun(lab):
-    """The same line on both nodes; each has a cache of its own, and prepares the data once."""
-    words = ["bash", ROOT / "03-multi-node/launch_torchrun.sh"]
-    env = {"NNODES": 2, "HEAD": "node1:29400", "NPROC_PER_NODE": 2}
-    with lab.cache_of_its_own("node1") as one, lab.cache_of_its_own("node2") as two:
-        nodes = [lab.launch("torchrun", *lab.enter(node), *words, **env) for node in NODES]
-        assert [node.wait(PATIENCE_S) for node in nodes] == [0, 0], lab.log("torchrun")
-    assert_two_by_two(lab, "torchrun")
-    for cache in (one, two):
-        kept = (cache / "tokens").iterdir()
-        assert sorted(path.suffix for path in kept) == ["", ".lock"]
-
-
 @pytest.mark.ci
 def test_same_losses_with_launch_ssh(lab):
     """start returns at once; tail shows what both nodes print; stop, and start goes on with it."""
@@ -151,8 +137,6 @@ def hit(
 ) -> str:
     """Submit a slow job of one rank on each node, wait for a step, and return the job's number."""
     lab.wait_until_idle()
-    if job == JOB_SRUN:
-        options = ("--ntasks-per-node=1", *options)
     env = {"NPROC_PER_NODE": 1, "PAUSE": PAUSE, **env}
     number = lab.submit(job, name, *args, options=options, **env)
     lab.wait_for_step(name, step)
@@ -240,13 +224,6 @@ def test_all_that_a_job_survives(lab):
 
 
 @pytest.mark.nightly
-def test_all_that_a_job_of_srun_survives(lab):
-    """Nobody but the queue starts a task again; it does so because the run had come further."""
-    hits = [(5, warning, QUEUE), (13, kill_9_of_a_worker, QUEUE)]
-    hit_again_and_again(lab, JOB_SRUN, "survives-srun", hits)
-
-
-@pytest.mark.nightly
 def test_cable_of_rank_0_pulled(lab):
     """Slurm misses the node and requeues the job, which goes on with the one that is left.
 
@@ -262,16 +239,6 @@ def test_cable_of_rank_0_pulled(lab):
     finally:
         lab.cluster.mend("node1")
         lab.wait_until_idle()
-
-
-@pytest.mark.nightly
-def test_cancelled_is_not_requeued(lab):
-    number = hit(lab, JOB, "cancelled")
-    lab.cluster.shell("scancel", number)
-    assert lab.ends(number) == "CANCELLED"
-    assert restarts(lab, number) == 0
-    assert "Told to stop; saved after step" in lab.log("cancelled"), "but nothing is lost"
-    lab.wait_until_idle()
 
 
 @pytest.mark.nightly

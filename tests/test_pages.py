@@ -19,13 +19,11 @@ import shutil
 import subprocess
 import sys
 import tomllib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from unittest import mock
 
 import pytest
-import record
 import report
 import yaml
 from helpers import (
@@ -41,8 +39,6 @@ from helpers import (
     register,
     replace_in,
 )
-
-from common import cli, distributed
 
 RECORDED = {name_of(path): path.read_text() for path in sorted(ROOT.glob("*/recorded/*.txt"))}
 PAGES = [*report.pages(), ROOT / "common/README.md", ROOT / "tests/README.md"]
@@ -590,16 +586,6 @@ def test_command(command, checkout):
         assert (run / ("best/config.json" if "classifier" in command else "state.json")).exists()
 
 
-@pytest.mark.check
-def test_kinds_of_commands():
-    command = "python 01-single-gpu/train_llm.py -e one --lr 3e-4"
-    assert kind(command) == "python 01-single-gpu/train_llm.py"
-    assert kind(f"NPROC_PER_NODE=4 .venv/bin/{command} --compile") == kind(command)
-    assert kind("make diff CHAPTER=2") == kind("make diff CHAPTER=3") == "make diff"
-    assert {"make train", "make diff", "bash 02-ddp/launch.sh"} <= set(KINDS)
-    assert 25 <= len(KINDS) <= 45, "the tiers have time for about 35"
-
-
 def changes_of_the_environment(page: str) -> set[str]:
     return {tidy(line) for _, line in commands(page) if re.search(r"\bpip\b|-m venv", line)}
 
@@ -647,52 +633,6 @@ def test_recorded_output_names_its_command_and_machine():
         assert machine.startswith("# ") and "torch " in machine, name
 
 
-class EveryMetric(dict):
-    """Metrics of a step, with every name that anybody asks for."""
-
-    def __missing__(self, name: str) -> int:
-        return 1
-
-    get = dict.__getitem__
-
-
-def fields(line: str) -> list[str]:
-    """Return the fields of a step's log line, with N for each number."""
-    line = re.sub(r"for rank \d+ on .*", "", line[re.search(r"\bstep \d+/", line).start() :])
-    return [re.sub(r"-?(\d[\d,.]*(e[+-]\d+)?|nan|inf)", "N", each) for each in line.split(" | ")]
-
-
-def stale_fields(recorded: str, show_metrics: Callable) -> set[str]:
-    """Return the fields of recorded log lines that a script does not log today."""
-    today = []
-    bar = SimpleNamespace(total=1, set_postfix_str=lambda text: None)
-    show_metrics(SimpleNamespace(info=today.append), bar, EveryMetric())
-    lines = re.findall(r"^.*\bstep \d+/\d+ \| .*", recorded, re.MULTILINE)
-    return {field for line in lines for field in fields(line)} - set(fields(today[0]))
-
-
-@pytest.mark.check
-def test_recorded_log_lines_have_the_fields_of_today():
-    """Planted: a field that has another name today."""
-    for name, text in RECORDED.items():
-        assert stale_fields(text, cli.show_metrics) == set(), name
-    renamed = {}
-    exec((ROOT / "common/cli.py").read_text().replace("grad norm {", "norm {"), renamed)
-    assert stale_fields("".join(RECORDED.values()), renamed["show_metrics"]) == {"grad norm N"}
-
-
-@pytest.mark.check
-def test_recorded_run_of_the_front_page_has_learnt_and_ends_as_today():
-    output = RECORDED["01-single-gpu/recorded/make-train.txt"]
-    last = json.loads((ROOT / report.MAKE_TRAIN).read_text().splitlines()[-1])
-    assert last["bits_per_byte"] <= 1.6
-    end = distributed.final_report(Path("FOLDER"), last, "    def", "TEXT")
-    for part in re.split("FOLDER|TEXT", end.splitlines()[0]):
-        assert part in output
-    sample = output.split("a sample of the model")[1]
-    assert "def " in sample and "self" in sample and "\n        " in sample
-
-
 @pytest.mark.check
 def test_recorded_output_and_metrics_are_of_one_run():
     files = list(ROOT.glob("*/recorded/*.metrics.jsonl"))
@@ -702,16 +642,3 @@ def test_recorded_output_and_metrics_are_of_one_run():
         logged = dict(re.findall(r"\bstep (\d+)/\d+ \| loss (\S+)", output))
         for line in map(json.loads, file.read_text().splitlines()):
             assert logged[str(line["step"])] == f"{line['loss']:.4f}", name_of(file)
-
-
-@pytest.mark.check
-def test_recordings_can_be_made_again():
-    """Each command comes after those that make what it reads, and a diff of the page before it."""
-    order = record.in_order([text.splitlines()[0] for text in RECORDED.values()])
-    made = set()
-    for command in order:
-        assert set(record.used_by(command)) & set(record.MAKERS) <= made, command
-        made |= set(record.made_by(command))
-    (tuned,) = [command for command in order if "-e answers" in command]
-    assert record.DIFFS[tuned] == "02-ddp/instruct.diff"
-    assert record.DIFFS["bash 02-ddp/launch.sh"] == ""

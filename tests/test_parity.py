@@ -124,8 +124,8 @@ BUGS = {
     "loss of one rank": (
         "loss",
         [
-            ('state["running_loss"] /= world_size', "pass"),
-            ('dist.all_reduce(state["running_loss"])', "pass"),
+            ("running_loss /= world_size", "pass"),
+            ("dist.all_reduce(running_loss)", "pass"),
         ],
     ),
     "evaluation of one rank": ("eval_loss", [("dist.all_reduce(total)", "pass")]),
@@ -165,7 +165,7 @@ def note_all_reduces(path: str) -> Iterator[None]:
     parallel.DistributedDataParallel = DistributedDataParallel
 
 
-ALWAYS_SENT = (("else ddp_model.no_sync", "else contextlib.nullcontext"),)
+ALWAYS_SENT = (("require_backward_grad_sync = last_backward", "require_backward_grad_sync = True"),)
 register("02-ddp", ALWAYS_SENT)
 SENT = {
     "once": Run("02-ddp", 2, ("-b", 2), (), note_all_reduces),

@@ -1,6 +1,5 @@
 """Chapter 3's check before a run: healthy nodes pass, and the check names each planted fault."""
 
-import contextlib
 import functools
 import json
 import os
@@ -31,9 +30,7 @@ QUICK = ("--max-bytes", 4096)
 CORPUS = ("-d", "/run/corpus.json")  # each node of the cluster has a /run
 HOST = socket.gethostname()
 preflight = load_script(SCRIPT)
-network, node_checks, rendezvous = (
-    sys.modules[f"checks.{name}"] for name in ("network", "nodes", "rendezvous")
-)
+network = sys.modules["checks.network"]
 CHANGED = "common/checkpoint/save_load.py"
 
 
@@ -47,22 +44,6 @@ def test_bus_bandwidth_is_that_of_nccl_tests():
     assert network.bus_bandwidth(10**9, 0.1, 8) == pytest.approx(17.5)
     assert network.bus_bandwidth(10**9, 1.0, 1000) == pytest.approx(1.998)
     assert network.bus_bandwidth(268435456, 0.155025, 2) == pytest.approx(1.7316, rel=1e-4)
-
-
-@pytest.mark.check
-def test_the_odd_node_out():
-    """Of two nodes, or with two against two, none is right: they are compared with rank 0's."""
-    for odd, same in (("node2", "node1"), ("node1", "node2")):  # rank 0's own can be the odd one
-        three = {"node1": "2.13.0", "node2": "2.13.0", "node3": "2.13.0", odd: "2.12.0"}
-        said = [f"torch: {odd} has 2.12.0, the others have {three[same]}"]
-        assert node_checks.compare("torch", three) == said
-    said = ["torch: node2 has 2.12.0, node1 (rank 0) has 2.13.0"]
-    assert node_checks.compare("torch", {"node1": "2.13.0", "node2": "2.12.0"}) == said
-    four = {"node1": "b", "node2": "a", "node3": "a", "node4": "b"}
-    assert [fault.split(" has ")[0] for fault in node_checks.compare("torch", four)] == [
-        "torch: node2",
-        "torch: node3",
-    ]
 
 
 def at(gb_per_s: float) -> dict:
@@ -110,44 +91,6 @@ def test_slow_links_are_compared_with_the_others_or_with_a_number():
     assert find(alone) == find(alone, 0.002) == find({}, 0.1) == []
     (fault,) = find(alone, 0.1)
     assert fault == "bandwidth: link node1 - node2 has 0.0024 GB/s, --min-bandwidth is 0.1"
-
-
-@pytest.mark.check
-def test_a_wrong_clock_is_the_one_that_is_not_the_majoritys():
-    right = {"node1": (0.0, 0.0), "node2": (0.0001, 0.0001), "node3": (-0.0002, 0.0001)}
-    assert node_checks.find_wrong_clocks(right) == []
-    (fault,) = node_checks.find_wrong_clocks({**right, "node2": (90.0, 0.0001)})
-    assert fault == "clock: node2 is +90.0000 s (+/- 0.0001 s) off the other clocks"
-    # Rank 0's own: all others are off from it.
-    first = {"node1": (0.0, 0.0)} | dict.fromkeys(("node2", "node3", "node4"), (90.0, 0.01))
-    (fault,) = node_checks.find_wrong_clocks(first)
-    assert fault == "clock: node1 is -90.0000 s (+/- 0.0000 s) off the other clocks"
-    # One against one, two against two: from rank 0's.
-    (fault,) = node_checks.find_wrong_clocks({"node1": (0.0, 0.0), "node2": (90.0, 0.01)})
-    assert fault == "clock: node2 is +90.0000 s (+/- 0.0100 s) off rank 0's clock"
-    four = {**right, "node2": (90.0, 0.01), "node4": (90.0, 0.01)}
-    assert [fault.split()[1] for fault in node_checks.find_wrong_clocks(four)] == ["node2", "node4"]
-    assert (
-        node_checks.find_wrong_clocks({"node1": (0.0, 0.0), "node2": (1.5, 0.6)}) == []
-    )  # in doubt
-
-
-@pytest.mark.check
-def test_who_is_to_blame_for_a_stage_that_does_not_end(monkeypatch):
-    monkeypatch.delenv("SLURM_STEP_NODELIST", raising=False)
-    hosts = {0: "node1", 1: "node1", 2: "node2", 3: "node2"}
-    waits = {rank: (host, "comparing clocks", True) for rank, host in hosts.items()}
-    blame = functools.partial(rendezvous.who_failed, world_size=4, address="node1:29400")
-    came = {0: waits[0], 1: waits[1]}
-    assert blame(came, {}) == "ranks 0, 1 on node1 came to node1:29400, ranks 2, 3 did not"
-    assert blame(came, hosts) == "no answer from ranks 2, 3 on node2"
-    late = {**waits, 3: ("node2", "comparing clocks", False)}
-    assert blame(late, hosts) == "the other ranks wait for rank 3 on node2"
-    busy = {rank: (host, "all-reduce", False) for rank, host in hosts.items()}
-    assert blame(busy, hosts) == (
-        "all ranks answer, ranks 0, 1 on node1 at 'all-reduce' and ranks 2, 3 on node2 at "
-        "'all-reduce'"
-    )
 
 
 # --- on this machine; ranks are children of a server, and start at once ---
@@ -292,20 +235,6 @@ def test_a_rank_that_does_not_come_is_named(tmp_path, corpus):
     )
 
 
-def do_not_wait() -> None:
-    sys.modules["common.cli"].HEAD_START_S = -rendezvous.ANSWER_WITHIN_S
-
-
-def test_a_port_where_nobody_listens(tmp_path, corpus):
-    with socket.socket() as silent:
-        silent.bind(("", 0))  # nobody else can take it
-        port = silent.getsockname()[1]
-        assert check_one_rank(tmp_path, corpus, 1, port, plant=do_not_wait) == (
-            f"[rank 1] Failed: {HOST} cannot reach localhost:{port} within 2 s "
-            "(no process listens there).\n"
-        )
-
-
 # --- on the nodes of the local cluster ---
 
 # Python imports this by itself, on each node. What it plants, it plants on node2.
@@ -361,20 +290,6 @@ class Nodes:
             timeout=PATIENCE_S,
         )
         return done.returncode, done.stdout
-
-    @contextlib.contextmanager
-    def dropped(self, node: str, *selector: object):
-        """Let a node drop the packets that come in and fit, without an answer, as firewalls do."""
-        rule = ("ip", "-n", f"{self.cluster.name}-{node}", "rule")
-        self.shell(*rule, "add", "pref", 100, "lookup", "local")
-        self.shell(*rule, "add", "pref", 10, "dev", "eth0", *selector, "blackhole")
-        self.shell(*rule, "del", "pref", 0)  # what is for this node itself comes first otherwise
-        try:
-            yield
-        finally:
-            self.shell(*rule, "add", "pref", 0, "lookup", "local")
-            self.shell(*rule, "del", "pref", 10)
-            self.shell(*rule, "del", "pref", 100)
 
 
 @pytest.fixture(scope="module")
@@ -441,24 +356,6 @@ def test_all_that_is_different_on_node2(nodes, tmp_path):
     for fault, pattern in zip(faults, patterns, strict=True):
         assert re.fullmatch(pattern, fault), fault
     assert last_sentence(said) == f"Failed, 5 faults: {'; '.join(faults)}."
-
-
-@pytest.mark.nightly
-def test_a_port_that_a_firewall_closes(nodes):
-    with nodes.dropped("node1", "ipproto", "tcp", "dport", nodes.port + 1):
-        status, said = nodes.check("--timeout", 30)
-    assert status != 0
-    where = f"node1:{nodes.port}"
-    (end,) = re.findall(r"^Failed.*$", said, re.MULTILINE)
-    assert end == (
-        f"Failed: rendezvous: not finished within 30 s; ranks 0, 1 on node1 came to {where}, "
-        "ranks 2, 3 did not (the nodes are node[1-2])."
-    )
-    for rank in (2, 3):
-        assert (
-            f"[rank {rank}] Failed: node2 cannot reach {where} within 30 s "
-            "(no answer, perhaps a firewall)."
-        ) in said
 
 
 # --- on GPUs ---

@@ -1,14 +1,11 @@
 """A run of chapter 1 that was stopped, however it was stopped, goes on as if it had not been."""
 
 import json
-import os
 import random
-import re
 import shutil
 import signal
 import sys
 import tempfile
-import types
 from itertools import chain
 from pathlib import Path
 
@@ -20,9 +17,9 @@ from helpers import (
     RESUMED_STEPS,
     ROOT,
     Runs,
-    assert_exact,
     assert_same_tensors,
     go_back_to,
+    newest_step,
     read_metrics,
     write_narrow,
 )
@@ -32,7 +29,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from common import checkpoint
-from common.checkpoint import manifest, save_load
+from common.cli import InputError
 from common.data import ResumableSampler
 
 
@@ -65,28 +62,13 @@ def test_goes_on_after_kill_9(runs, options, request):
     if "kill_after_steps" in options:
         assert (trained, resumed_after) == (23, 20), "the checkpoint before the kill"
     else:
-        # What is no longer kept is deleted while the training goes on, until the next save.
-        committed = options["kill_in_save"][1] == "committed"
-        assert 20 <= trained <= (25 if committed else 20)
-        assert resumed_after == (20 if committed else 15)
+        stage = SAVE_STAGES.index(options["kill_in_save"][1])
+        assert (trained, resumed_after) == (20, 20 if stage >= 2 else 15)
+        assert newest_step(runs.folder / name) == (20 if stage == 3 else 15)
     assert runs.finish(name) == [0]
     runs.assert_same("straight", name, trained, resumed_after)
     kept = {path.name for path in (runs.folder / name / "checkpoints").iterdir()}
     assert kept == {"step-00000035", "step-00000040"}, "nothing half-written stays"
-
-
-@pytest.mark.ci
-def test_after_kill_9_in_a_save_that_replaces_a_newer_checkpoint(runs):
-    """Back to step 35 and on to 40, killed when the new folder is there and not its record."""
-    shutil.copytree(runs.folder / "straight", runs.folder / "replaced")
-    go_back_to(35, runs.folder / "replaced")
-    assert runs.finish("replaced", kill_in_save=(1, "renamed")) == [-signal.SIGKILL]
-    trained, resumed_after = runs.stopped_after("replaced")
-    assert resumed_after == 35
-    assert runs.finish("replaced") == [0]
-    samples = runs.samples("straight")
-    assert runs.samples("replaced") == samples[35 : 35 + trained] + samples[35:]
-    assert_exact(runs.folder / "straight", runs.folder / "replaced")
 
 
 @pytest.mark.ci
@@ -110,7 +92,7 @@ def test_goes_on_after_ctrl_c(runs, options, stop):
 
 
 def keep_seeded_rng(monkeypatch):
-    monkeypatch.setattr(save_load, "set_rng_state", lambda rng: None)
+    monkeypatch.setattr(checkpoint, "set_rng_state", lambda rng: None)
 
 
 def take_epoch_0s_order(monkeypatch):
@@ -137,7 +119,7 @@ def set_the_schedule_back_a_step(monkeypatch):
 
 
 def drop_the_moments(monkeypatch):
-    original = save_load.set_state_dict
+    original = checkpoint.set_state_dict
 
     def load(model, optimizer, *, model_state_dict: dict, optim_state_dict: dict) -> None:
         for moments in optim_state_dict["state"].values():
@@ -147,17 +129,7 @@ def drop_the_moments(monkeypatch):
             model, optimizer, model_state_dict=model_state_dict, optim_state_dict=optim_state_dict
         )
 
-    monkeypatch.setattr(save_load, "set_state_dict", load)
-
-
-def forget_the_loss_since_the_last_log(monkeypatch):
-    original = save_load.save_checkpoint
-
-    def save(run_dir, model, optimizer, lr_scheduler, state: dict, *args: object) -> None:
-        state = {**state, "running_loss": torch.zeros(())}
-        original(run_dir, model, optimizer, lr_scheduler, state, *args)
-
-    monkeypatch.setattr(checkpoint, "save_checkpoint", save)
+    monkeypatch.setattr(checkpoint, "set_state_dict", load)
 
 
 BUGS = [
@@ -167,7 +139,6 @@ BUGS = [
     take_epoch_0s_order,
     begin_the_epoch_anew,
     set_the_schedule_back_a_step,
-    forget_the_loss_since_the_last_log,
 ]
 
 
@@ -251,68 +222,84 @@ def store_checkpoint(archive: Path, folder: Path) -> None:
     shutil.make_archive(str(archive).removesuffix(".tar.xz"), "xztar", folder)
 
 
-# --- what a kill or a power failure cannot harm ---
+# --- what a checkpoint holds, and when it counts ---
 
 
-def check_the_order_of_a_commit(folder: Path, monkeypatch) -> None:
-    """What is renamed is on the disk, and what is deleted is no longer in state.json."""
-    on_disk, rename, sync = set(), Path.replace, os.fsync
+def make_run(decay: float = 0.1) -> tuple:
+    """Return a small model, its optimizer with two groups of parameters, and a schedule."""
+    sizes = {"n_embd": 16, "n_layer": 1, "vocab_size": 64}
+    config = AutoConfig.from_pretrained(ROOT / "common/presets/gpt2-tiny", **sizes)
+    model = AutoModelForCausalLM.from_config(config)
+    groups: dict[bool, list] = {True: [], False: []}
+    for parameter in model.parameters():
+        groups[parameter.ndim > 1].append(parameter)
+    optimizer = torch.optim.AdamW(
+        [
+            {"params": groups[True], "weight_decay": decay},
+            {"params": groups[False], "weight_decay": decay / 10, "lr": 3e-2},
+        ],
+        lr=1e-2,
+    )
+    return model, optimizer, LambdaLR(optimizer, lambda step: 1 / (1 + step))
 
-    def note_sync(file: int) -> None:
-        on_disk.add(os.fstat(file).st_ino)
-        sync(file)
 
-    def check_rename(path: Path, target: Path) -> Path:
-        files = list(path.iterdir()) if path.is_dir() else [path]
-        missing = {file.name for file in files if file.stat().st_ino not in on_disk}
-        assert not missing, f"renamed before it is on the disk: {missing}"
-        return rename(path, target)
+def check_the_order_of_saves(folder: Path, monkeypatch) -> None:
+    """state.json comes first; what is deleted counts no longer, and state.json names a newer one.
+
+    A folder that has lost its .metadata is left out, and the next save removes it.
+    """
+    run, state = make_run(), {"step": 0}
 
     def check_removal(path: Path) -> None:
-        recorded = (folder / "state.json").read_text()
-        assert f'/{path.name}"' not in recorded, f"deleted while state.json names it: {path.name}"
+        assert not checkpoint.is_complete(path), f"{path.name} is complete and being deleted"
+        newest = max(checkpoint.complete_checkpoints(folder))
+        assert newest_step(folder) == newest, f"{path.name} is deleted before state.json is written"
         shutil.rmtree(path)
 
-    monkeypatch.setattr(os, "fsync", note_sync)
-    monkeypatch.setattr(Path, "replace", check_rename)
-    monkeypatch.setattr(manifest, "remove_folder", check_removal)
-    for step in (1, 2):
-        save_load.write_content(folder, {"state": {"step": step}}, {}, keep=1)
-    assert [path.name for path in (folder / "checkpoints").iterdir()] == ["step-00000002"]
+    def steps() -> list[int]:
+        return sorted(int(path.name[5:]) for path in (folder / "checkpoints").iterdir())
+
+    with monkeypatch.context() as patch:
+        patch.setattr(checkpoint, "remove_folder", check_removal)
+        assert not checkpoint.load_checkpoint(folder, *run, state, {"lr": 1})
+        assert json.loads((folder / "state.json").read_text())["training"] == {"lr": 1}
+        for step in (1, 2, 3):
+            checkpoint.save_checkpoint(folder, *run, {"step": step}, keep=2)
+    assert steps() == [2, 3] and newest_step(folder) == 3
+    (folder / "checkpoints/step-00000003/.metadata").unlink()
+    assert checkpoint.load_checkpoint(folder, *run, state, {"lr": 1}) and state == {"step": 2}
+    checkpoint.save_checkpoint(folder, *run, {"step": 4}, keep=9)
+    assert steps() == [2, 4] and newest_step(folder) == 4
 
 
 @pytest.mark.check
-def test_the_order_of_a_commit(tmp_path, monkeypatch):
-    check_the_order_of_a_commit(tmp_path, monkeypatch)
+def test_the_order_of_saves(tmp_path, monkeypatch):
+    check_the_order_of_saves(tmp_path, monkeypatch)
+
+
+def delete_at_once(monkeypatch) -> None:
+    monkeypatch.setattr(checkpoint, "_delete", lambda folder: checkpoint.remove_folder(folder))
 
 
 def delete_first(monkeypatch) -> None:
-    write = manifest._write_records
+    write = checkpoint._write_state
 
-    def delete_and_write(run_dir: Path, training: dict, records: list[dict]) -> None:
-        if (run_dir / "state.json").exists():
-            manifest._remove_all_but(records, run_dir)
-        write(run_dir, training, records)
+    def delete_and_write(run_dir: Path, content: dict) -> None:
+        for old in list(checkpoint.complete_checkpoints(run_dir).values())[:-2]:
+            checkpoint._delete(old)
+        write(run_dir, content)
 
-    monkeypatch.setattr(manifest, "_write_records", delete_and_write)
-
-
-def do_not_sync_the_record(monkeypatch) -> None:
-    monkeypatch.setattr(manifest, "os", types.SimpleNamespace(fsync=lambda file: None))
+    monkeypatch.setattr(checkpoint, "_write_state", delete_and_write)
 
 
 @pytest.mark.check
 @pytest.mark.parametrize(
-    ("bug", "seen"),
-    [
-        (delete_first, "deleted while state.json names it: step-00000001"),
-        (do_not_sync_the_record, "renamed before it is on the disk: {'state.json.tmp'}"),
-    ],
+    ("bug", "seen"), [(delete_at_once, "complete and being"), (delete_first, "before state.json")]
 )
 def test_planted_order_is_noticed(tmp_path, monkeypatch, bug, seen):
     bug(monkeypatch)
-    with pytest.raises(AssertionError, match=f"^{re.escape(seen)}"):
-        check_the_order_of_a_commit(tmp_path, monkeypatch)
+    with pytest.raises(InputError, match=f"step-00000001 is (deleted )?{seen}"):
+        check_the_order_of_saves(tmp_path, monkeypatch)
 
 
 @pytest.mark.check
@@ -322,10 +309,10 @@ def test_all_generators_go_on_where_they_were():
     def draw() -> tuple[float, float, float]:
         return torch.rand(()).item(), np.random.rand(), random.random()
 
-    state = save_load.get_rng_state()
+    state = checkpoint.get_rng_state()
     first = draw()
     assert all(one != other for one, other in zip(first, draw(), strict=True))
-    save_load.set_rng_state(state)
+    checkpoint.set_rng_state(state)
     assert draw() == first
 
 
@@ -333,30 +320,15 @@ def test_all_generators_go_on_where_they_were():
 def test_groups_of_parameters_keep_what_was_saved(tmp_path):
     """Many readers have two groups: norms and biases are not decayed. What was saved wins."""
 
-    def make(decay: float) -> tuple:
-        sizes = {"n_embd": 16, "n_layer": 1, "vocab_size": 64}
-        config = AutoConfig.from_pretrained(ROOT / "common/presets/gpt2-tiny", **sizes)
-        model = AutoModelForCausalLM.from_config(config)
-        groups: dict[bool, list] = {True: [], False: []}
-        for parameter in model.parameters():
-            groups[parameter.ndim > 1].append(parameter)
-        optimizer = torch.optim.AdamW(
-            [
-                {"params": groups[True], "weight_decay": decay},
-                {"params": groups[False], "weight_decay": decay / 10, "lr": 3e-2},
-            ],
-            lr=1e-2,
-        )
-        return model, optimizer, LambdaLR(optimizer, lambda step: 1 / (1 + step))
-
-    model, optimizer, lr_scheduler = saved = make(0.1)
+    model, optimizer, lr_scheduler = saved = make_run(0.1)
     ids = torch.arange(64).view(2, 32)
     model(input_ids=ids, labels=ids).loss.backward()
     optimizer.step()
     lr_scheduler.step()
-    checkpoint.save_checkpoint(tmp_path, *saved, {"step": 1}, {}, keep=1)
-    loaded, state = make(0.5), {"step": 0}
-    checkpoint.load_checkpoint(checkpoint.find_checkpoint(tmp_path, {}), *loaded, state)
+    loaded, state = make_run(0.5), {"step": 0}
+    assert not checkpoint.load_checkpoint(tmp_path, *loaded, state, {})
+    checkpoint.save_checkpoint(tmp_path, *saved, {"step": 1}, keep=1)
+    assert checkpoint.load_checkpoint(tmp_path, *loaded, state, {})
     for one, other in zip(saved, loaded, strict=True):
         assert_same_tensors(one.state_dict(), other.state_dict())
     assert [group["weight_decay"] for group in loaded[1].param_groups] == [0.1, 0.01]

@@ -31,9 +31,8 @@ from common.distributed import REQUEUE_STATUS
 
 FIRST, _, LAST = CHAPTERS[2:]
 TERM, USR1 = int(signal.SIGTERM), int(signal.SIGUSR1)
-# Ranks agree on a stop at steps that are logged. These are other ones than those with a checkpoint,
-# so that a part of the loss that is logged next is in a checkpoint.
-LOG_EVERY, SAVE_EVERY = 7, 5
+# Ranks agree on a stop at steps that are logged. At these, no other checkpoint is due.
+LOG_EVERY, SAVE_EVERY = 7, 28
 SIGNAL_AFTER = 3  # steps of each process: in the middle between two log lines
 
 
@@ -126,7 +125,7 @@ def test_a_single_rank_stops_too(runs):
 # What is replaced in the script, and the check that must be red.
 BUGS = {
     "no agreement": ("            dist.all_reduce(stop_requests)\n", "", "the statuses are"),
-    "no save": (" or last or stop:", " or last:", "the checkpoint is of step 5"),
+    "no save": (" or last or stop:", " or last:", "the checkpoint is of step 0"),
     "each rank leaves by itself": ("stop_signals.append(received)", "sys.exit(75)", "the statuses"),
     "no file": ("= distributed.ask_for_requeue(", "= (lambda *_: 75)(", "the file is missing"),
 }
@@ -207,7 +206,7 @@ def test_torchrun_does_not_start_it_again(runs, tmp_path):
         [sys.executable, *map(str, command)], cwd=ROOT, stderr=subprocess.PIPE, text=True
     )
     try:
-        wait_for_file(run_dir / "state.json", lambda: agent.poll() is None)
+        wait_for_file(run_dir / "metrics.jsonl", lambda: agent.poll() is None)
         os.kill(children(agent.pid)[1], signal.SIGTERM)
         _, said = agent.communicate(timeout=300)
     finally:

@@ -155,7 +155,7 @@ def test_run_goes_from_chapter_1_to_2_x_2_and_back(table):
 
 @pytest.mark.nightly
 def test_bf16_is_close_and_starts_from_pretrained_weights(table):
-    """Each rank reads its slice of the files of another model."""
+    """Rank 0 reads them, and each rank keeps its slice."""
     torch.manual_seed(1)
     model = AutoModelForCausalLM.from_config(models.load_config(table.folder / EVEN))
     model.save_pretrained(table.folder / "saved")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import CHAPTERS, first_then_nightly, read_metrics
+from helpers import CHAPTERS, first_then_nightly, plant, read_metrics, register
 from runner import Ranks, after_steps, finish, start
 from transformers import AutoModelForCausalLM, GPT2LMHeadModel
 
@@ -27,6 +27,8 @@ def test_phases_add_up():
         for phase, seconds in (("data", 0.01), ("forward", 0.02), ("update", 0.005)):
             with clock(phase):
                 time.sleep(seconds)
+    with clock("wait"):  # only in the step that is logged
+        time.sleep(0.02)
     with clock("evaluate"):
         time.sleep(0.2)
     with clock("save"):
@@ -35,6 +37,7 @@ def test_phases_add_up():
     assert "time/evaluate" not in times and "time/save" not in times
     # sleep() takes at least as long as it says: lower bounds hold on the busiest machine.
     assert times["time/data"] >= 10 and times["time/forward"] >= 20 and times["time/update"] >= 5
+    assert times["time/wait"] >= 20
     phases = times["time/data"] + times["time/forward"] + times["time/update"]
     assert phases <= times["time/total"] <= (time.perf_counter() - start) * 1000 / 4 - 100
     assert times["tokens_per_s"] == pytest.approx(1000 / (times["time/total"] / 1000))
@@ -97,7 +100,7 @@ WORDS = ("-s", 32, "--global-batch-size", 12, "-b", 2, "--max-steps", 6, "--log-
 
 
 def be_late() -> None:
-    if os.environ["RANK"] == "1":
+    if os.environ["RANK"] == os.environ.get("LATE_RANK", "1"):
         time.sleep(LATE_MS / 3 / 1000)
 
 
@@ -112,7 +115,7 @@ def make_rank_1_late() -> None:
     GPT2LMHeadModel.forward = late_forward
 
 
-def make_data_of_rank_1_late() -> None:
+def make_data_late() -> None:
     load = Sequences.__getitems__
 
     def late(self, indices: list[int]):
@@ -123,29 +126,53 @@ def make_data_of_rank_1_late() -> None:
     Sequences.__getitems__ = late
 
 
-def run_late(chapter: str, corpus: Path, folder: Path, plant: Callable[[], None]) -> tuple:
+def run_late(
+    chapter: str, corpus: Path, folder: Path, late: Callable, *args: object, rank: int = 1
+) -> tuple:
     """Return the last line of metrics, of steps 4 to 6, and what rank 0 said."""
     files = [str(folder / f"stderr-{rank}") for rank in range(2)]
-    options = {"chapter": chapter, "stderr_file": files, "plant": plant}
-    arguments = ["-d", corpus, *WORDS, "--save-dir", folder, "-e", "run"]
-    assert Ranks(2, arguments, **options).finish() == [0, 0]
-    said = Path(files[0]).read_text()
-    assert "2 sequences x 2 devices x 3 micro-batches" in said
-    return read_metrics(folder / "run")[-1], said
+    options = {"chapter": chapter, "stderr_file": files, "plant": late}
+    arguments = ["-d", corpus, *WORDS, "--save-dir", folder, "-e", "run", *args]
+    assert Ranks(2, arguments, env={"LATE_RANK": rank}, **options).finish() == [0, 0]
+    return read_metrics(folder / "run")[-1], Path(files[0]).read_text()
 
 
 LATE = [(CHAPTERS[2], make_rank_1_late)]
-LATE += [(chapter, make_data_of_rank_1_late) for chapter in CHAPTERS[2:]]
+LATE += [(chapter, make_data_late) for chapter in CHAPTERS[2:]]
 
 
-@pytest.mark.parametrize(("chapter", "plant"), first_then_nightly(LATE))
-def test_a_late_rank_is_named(chapter, plant, corpus, tmp_path):
-    metrics, said = run_late(chapter, corpus, tmp_path, plant)
+@pytest.mark.parametrize(("chapter", "late"), first_then_nightly(LATE))
+def test_a_late_rank_is_named(chapter, late, corpus, tmp_path):
+    metrics, said = run_late(chapter, corpus, tmp_path, late)
+    assert "2 sequences x 2 devices x 3 micro-batches" in said
     wait, host = metrics["time/wait_max"], socket.gethostname()
     assert wait > LATE_MS / 2
     assert (metrics["slowest_rank"], metrics["slowest_host"]) == (1, host)
     assert metrics["time/wait"] == wait, "rank 0 waits longest, and is the one that is timed"
     assert f" | waited up to {wait:.1f} ms for rank 1 on {host}\n" in said
+
+
+NOT_BROADCAST = ("    ddp_model.broadcast_buffers = False\n", "")
+register(CHAPTERS[2], [NOT_BROADCAST])
+
+
+def assert_rank_0_is_named(chapter: str, corpus: Path, folder: Path) -> None:
+    """Llama has buffers. DDP would wait for those of rank 0 at the start of the forward pass."""
+    args = ("-m", "llama-tiny", "-b", 6)
+    metrics, _ = run_late(chapter, corpus, folder, make_data_late, *args, rank=0)
+    assert metrics["time/wait_max"] > LATE_MS / 3 / 2, "the wait is not seen"
+    assert metrics["slowest_rank"] == 0
+
+
+@pytest.mark.ci
+def test_a_late_rank_0_is_named(corpus, tmp_path):
+    assert_rank_0_is_named(CHAPTERS[2], corpus, tmp_path)
+
+
+def test_planted_broadcast_of_buffers_is_noticed(corpus, tmp_path):
+    chapter = plant(CHAPTERS[2], tmp_path / "chapter", [NOT_BROADCAST])
+    with pytest.raises(AssertionError, match="the wait is not seen"):
+        assert_rank_0_is_named(str(chapter), corpus, tmp_path)
 
 
 @pytest.mark.nightly

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from helpers import ROOT, TORCHRUN, first_then_nightly, replace_in, run_script
+from helpers import ROOT, first_then_nightly, replace_in, run_script
 from runner import Ranks, load_script
 from transformers import GPT2LMHeadModel
 
@@ -88,20 +88,6 @@ def test_planted_error_in_the_arithmetic(tmp_path, right, wrong):
         check_arithmetic(load_script(copy))
 
 
-def by_rank(step: float, *communication: float) -> dict[int, dict[str, float]]:
-    return {rank: {"step": step, "communication": each} for rank, each in enumerate(communication)}
-
-
-@pytest.mark.check
-def test_the_straggler_is_the_rank_with_the_shortest_collectives():
-    sentence = trace_ranks.name_straggler(by_rank(100.0, 60.0, 2.0, 50.0))
-    assert sentence.startswith("Rank 1 arrives last: it spends 2.0 ms per step in collectives, ")
-    assert "rank 0 spends 60.0 ms" in sentence
-    assert "Rank 0 arrives last" in trace_ranks.name_straggler(by_rank(100.0, 2.0, 60.0))
-    for equal in ([30.0, 26.0], [0.0]):
-        assert "No rank is late" in trace_ranks.name_straggler(by_rank(100.0, *equal))
-
-
 def read_table(printed: str) -> dict[int, dict[str, float]]:
     header, *rows = re.findall(r"^rank .*|^ +\d+(?: +[\d.]+){4}$", printed, re.MULTILINE)
     assert header.split() == ["rank", *COLUMNS]
@@ -159,28 +145,3 @@ def test_the_command_of_a_page(page, tmp_path):
     assert done.returncode == 0, done.stderr
     assert list(read_table(done.stdout)) == [0, 1]
     assert "the steps 13 to 15" in done.stdout
-
-
-def test_bad_input(tmp_path):
-    for arguments, message in (
-        (["no_such.py"], "There is no script no_such.py: give a chapter's train_llm.py."),
-        (["02-ddp/train_llm.py", "--max-step", "3"], "did you mean --max-steps?"),
-    ):
-        done = run_script(SCRIPT, "--output", tmp_path, *arguments)
-        assert done.returncode == 2
-        assert message in done.stderr and "Traceback" not in done.stderr
-        assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.multi_gpu
-@pytest.mark.parametrize("chapter", ["02-ddp", "04-fsdp"])
-def test_two_gpus(tmp_path, chapter):
-    done = run_script(
-        *(*TORCHRUN, 2, SCRIPT, "--memory-snapshot", "--output", tmp_path / "traces"),
-        *(f"{chapter}/train_llm.py", "--max-steps", 16, "--save-dir", tmp_path),
-    )
-    assert done.returncode == 0, done.stderr
-    for rank, times in read_table(done.stdout).items():
-        assert 0 <= times["exposed"] <= times["communication"] < times["step"]
-        assert 0 < times["computation"] < times["step"]
-        assert (tmp_path / f"traces/rank{rank}-memory.pickle").stat().st_size > 0

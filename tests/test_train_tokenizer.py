@@ -3,8 +3,6 @@
 import json
 import random
 import re
-import resource
-import shlex
 import shutil
 import sys
 from collections import Counter
@@ -159,24 +157,6 @@ def test_report_is_what_one_counts_by_hand(make, corpora, tmp_path, kind, size, 
 
 
 @pytest.mark.nightly
-def test_report_on_bytes(make, corpora, tmp_path):
-    for name, size in (("english", 300), ("chinese", 257), ("chinese", 600)):
-        target = f"{name}-{size}"
-        corpus = corpora / f"{name}.json"
-        found = reported(make("-d", corpus, "--vocab-size", size, target=target))
-        _, held_out = split(corpus)
-        tokenizer = AutoTokenizer.from_pretrained(tmp_path / target)
-        n_tokens = sum(len(tokenizer(text)["input_ids"]) for text in held_out)
-        n_characters = sum(map(len, held_out))
-        assert found[0] == size == len(tokenizer)
-        assert found[3] == pytest.approx(n_tokens / n_characters, abs=5.1e-4)
-        assert found[4:] == (1, 1, 0)
-        if size == 257:  # without a merge a token is a byte
-            assert n_tokens == sum(len(text.encode()) for text in held_out)
-    assert found[3] < 1, "words of several characters become one token"
-
-
-@pytest.mark.nightly
 def test_chinese_has_no_spaces(make, corpora, tmp_path):
     """A run of Han characters is not one word; Latin words beside them are."""
     found = {}
@@ -220,29 +200,6 @@ def test_it_learns_from_the_training_part_alone(make, tmp_path):
         assert " word" in vocabulary
 
 
-@pytest.mark.nightly
-def test_it_advises_a_training_on_the_same_text(make, corpora, tmp_path):
-    def advice(*args: object, **options: object) -> list[str]:
-        line = make(*args, target="a name", **options).splitlines()[-1]
-        shutil.rmtree(tmp_path / "a name")
-        return shlex.split(line.removeprefix("to train with it: "))
-
-    def read_english(script) -> None:
-        find = script.find_source
-        script.find_source = lambda name, *rest: find(str(corpora / "english.json"), *rest)
-
-    train = ["python", "01-single-gpu/train_llm.py", "--tokenizer-name", f"{tmp_path}/a name"]
-    assert advice(plant=read_english) == train, "the built-in corpus is the default of both"
-    text = ["-d", str(corpora / "chinese.json")]
-    assert advice(*text) == train + text
-    rows = "".join(f"text number {n},why\n" for n in range(200))
-    (tmp_path / "a table.csv").write_text(f"body,reason\n{rows}")
-    text = ["-d", f"{tmp_path}/a table.csv", "--text-column", "body"]
-    assert advice(*text) == train + text
-    text[2:2] = ["--dataset-subset", "a part"]
-    assert advice(*text) == train + text
-
-
 # --- training with them ---
 
 
@@ -267,21 +224,6 @@ def test_chapter_1_trains_with_it_and_exports_it(make, corpora, train, tmp_path)
     again = ["-d", corpora / "chinese.json", *STEPS[:4], "--max-steps", 1, "--lr", 0]
     (*_, metrics) = train(*again, "-m", tmp_path / "model", "--pretrained", name="again")
     assert metrics["eval_loss"] == pytest.approx(alone[-1]["eval_loss"], rel=1e-5)
-
-
-@pytest.mark.nightly
-def test_another_tokenizer_is_another_run(make, corpora, train, tmp_path, monkeypatch, capfd):
-    for kind in ("word", "character"):
-        make("-d", corpora / "chinese.json", "--kind", kind, target=kind)
-    args = ["-d", corpora / "chinese.json", *STEPS, "--tokenizer-name"]
-    train(*args, tmp_path / "character")
-    before = (tmp_path / "run/state.json").read_bytes()
-    argv = ["train_llm.py", *args, tmp_path / "word", "--save-dir", tmp_path, "-e", "run"]
-    monkeypatch.setattr(sys, "argv", [str(arg) for arg in argv])
-    with pytest.raises(SystemExit) as exit_:
-        distributed.run(load_script(ROOT / "01-single-gpu/train_llm.py").main)
-    assert exit_.value.code == 2 and "was started with" in capfd.readouterr().err
-    assert (tmp_path / "run/state.json").read_bytes() == before
 
 
 def many_characters(count: int):
@@ -365,17 +307,3 @@ def test_bad_input(refuse, corpora, tmp_path):
     assert f"{target} already exists" in refuse(target, "-d", corpus)
     assert "already exists" in refuse(target / "thesis.txt", "-d", corpus)
     assert "Not a directory" in refuse(target / "thesis.txt/tokenizer", "-d", corpus)
-
-
-@pytest.mark.nightly
-def test_full_disk(refuse, make, corpora, tmp_path):
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (500, before[1]))
-    try:
-        sentence = refuse(tmp_path / "tokenizer", "-d", corpora / "english.json")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert "could not be written" in sentence and "File too large" in sentence
-    make("-d", corpora / "english.json")
-
-

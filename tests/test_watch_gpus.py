@@ -1,7 +1,6 @@
 """The table of a cluster: readings as the vendor's tools give them, nodes that do not answer."""
 
 import argparse
-import ast
 import json
 import os
 import re
@@ -80,39 +79,6 @@ def test_readings_of_nvidia_smi(tmp_path):
     assert gpus[7]["processes"] == 2
 
 
-@pytest.mark.check
-def test_what_a_gpu_does_not_tell_and_a_driver_that_fails(tmp_path):
-    line = "GPU-1, NVIDIA A100, [N/A], [Not Supported], [Unknown Error], 5, [N/A]"
-    gpus = read_node(tmp_path, path=fake_nvidia_smi(tmp_path / "bin", [line], []))["gpus"]
-    unknown = dict.fromkeys(("busy", "power", "limit", "total"))
-    assert gpus == [{"name": "NVIDIA A100", **unknown, "used": 5 / 1024, "processes": 0}]
-    row = table({"node1": {"gpus": gpus}}).splitlines()[1]
-    assert re.split(" {2,}", row) == ["node1", "1 x NVIDIA A100", "?", "? of ?", "0.0 of ?", "0"]
-    said = "NVIDIA-SMI has failed because it could not talk to the driver."
-    folder = fake_nvidia_smi(tmp_path / "bin", [said], status=9)
-    reading = read_node(tmp_path, path=folder)
-    assert reading["why"] == f"nvidia-smi: {said}" and reading["cpu"]["cores"] >= 1
-    assert said in table({"node1": reading})
-
-
-@pytest.mark.check
-@pytest.mark.skipif(sys.platform != "linux", reason="needs Linux, and its /proc")
-def test_a_machine_without_gpus(tmp_path):
-    reading = read_node(tmp_path)
-    cpu = reading["cpu"]
-    assert reading["why"] == "no GPU"
-    assert 0 < cpu["used"] < cpu["total"] and cpu["load"] >= 0 and 0 <= cpu["busy"] <= 100
-
-
-@pytest.mark.check
-def test_the_nodes_need_no_newer_python_than_3_6():
-    ast.parse(watch_gpus.SENT, feature_version=(3, 6))
-    with pytest.raises(SyntaxError):
-        ast.parse(watch_gpus.SENT + "\nif (gpus := []): pass", feature_version=(3, 6))
-    imported = re.findall(r"^ *(?:import|from) (\w+)", watch_gpus.SENT, re.MULTILINE)
-    assert set(imported) <= {*sys.stdlib_module_names, "pynvml"}
-
-
 # --- the table and its rules ---
 
 
@@ -187,52 +153,6 @@ def test_gpus_that_spin_are_marked_and_the_other_one_is_named():
     assert [line.endswith("busy near idle power") for line in shown] == [n != 3 for n in range(8)]
 
 
-# What people reported of H100 (watching.md names them), and what lies around the threshold.
-@pytest.mark.check
-@pytest.mark.parametrize(
-    ("busy", "power", "limit", "marked"),
-    [
-        (100, 100, 700, True),
-        (95, 209, 700, True),
-        (95, 210, 700, False),
-        (94, 100, 700, False),
-        (100, 640, 700, False),
-        (100, None, 700, False),
-        (None, 71, 700, False),
-        (100, 71, None, False),
-    ],
-)
-def test_the_threshold(busy, power, limit, marked):
-    reading = gpus(TRAINING[:1])
-    reading["gpus"][0] |= {"busy": busy, "power": power, "limit": limit}
-    (node,) = nodes({"node1": reading})
-    assert bool(node.spinning()) == marked
-
-
-FALLEN = "Every node that answers is below 50% of its highest power or CPU use so far"
-
-
-@pytest.mark.check
-@pytest.mark.parametrize(
-    ("before", "after", "told"),
-    [
-        ({"a": TRAINING, "b": TRAINING}, {"a": IDLE, "b": TRAINING}, False),
-        ({"a": IDLE, "b": IDLE}, {"a": IDLE, "b": IDLE}, False),
-        ({"a": TRAINING, "b": TRAINING}, {"a": IDLE, "b": None}, True),  # b does not answer
-        ({"a": 95, "b": 90}, {"a": 1, "b": 0}, True),
-        ({"a": 5, "b": 5}, {"a": 0, "b": 0}, False),  # never worked
-    ],
-)
-def test_power_that_falls_everywhere(before, after, told):
-    def reading(each: list[str] | int | None) -> dict | str:
-        if each is None:
-            return "no answer within 5 s"
-        return cpu(each) if isinstance(each, int) else gpus(each)
-
-    rounds = [{name: reading(each) for name, each in round.items()} for round in (before, after)]
-    assert (FALLEN in table(*rounds)) == told
-
-
 # --- the script ---
 
 
@@ -276,39 +196,6 @@ def test_once_ends_with_1_if_a_node_is_missing(tmp_path):
     lines = done.stdout.splitlines()
     assert lines[1].startswith("refused  not reached: ") and len(lines) == 11
     assert "7 of 8 on node1" in lines[-1]
-
-
-@pytest.mark.check
-@pytest.mark.parametrize(
-    ("words", "hosts"),
-    [
-        (["node1", "me@node2"], ["node1", "me@node2"]),
-        (["node[08-10,12].ib"], ["node08.ib", "node09.ib", "node10.ib", "node12.ib"]),
-        (["a,b[1-2],c", "a"], ["a", "b1", "b2", "c"]),
-        ([], []),
-    ],
-)
-def test_hosts(words, hosts):
-    assert watch_gpus.expand(words) == hosts
-
-
-@pytest.mark.check
-@pytest.mark.parametrize(
-    ("args", "sentence"),
-    [
-        (["node[4-1]"], "'node[4-1]' is not a host: give names as for ssh, or node[1-4]."),
-        (["--", "-oProxyCommand=x@y"], "'-oProxyCommand=x@y' is not a host"),
-        (["-F", "gone", "node1"], "-F gone is not a file: give a configuration file for ssh."),
-        (["--interval", "0"], "'0' is not a number from 0.2"),
-    ],
-)
-def test_bad_input(args, sentence, monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", [SCRIPT, *args])
-    with pytest.raises(SystemExit) as end:
-        watch_gpus.distributed.run(watch_gpus.main)
-    said = capsys.readouterr()
-    assert (end.value.code, said.out) == (2, "")
-    assert sentence in said.err
 
 
 # --- on a GPU ---

@@ -36,9 +36,7 @@ def read(name: str) -> dict:
 
 
 def median_run(row: dict) -> dict:
-    """Return the values of a row: throughput.py has their medians, fsdp.py the runs."""
-    if "median" in row:
-        return row["median"]
+    """Return the medians of a row's runs."""
     runs = measured_runs(row)
     keys = [key for key, value in runs[0].items() if isinstance(value, float)]
     return {key: statistics.median(run[key] for run in runs) for key in keys}
@@ -142,11 +140,7 @@ def draw(bus: float, inputs: dict, path: Path) -> None:
         axes.set(title=f"{title}, {work.tokens:,} tokens per GPU", xlabel="GPUs", ylim=(0, 1.05))
     axes.figure.axes[0].set_ylabel("share of a step that is forward and backward")
     axes.figure.axes[0].legend(loc="lower left")  # where no line is
-    save(figure, path)
-
-
-def save(figure: Figure, path: Path) -> None:
-    """Write a figure, the same file each time."""
+    # The salt and the missing date make the same file each time.
     with matplotlib.rc_context({"svg.hashsalt": "growth"}):
         figure.savefig(path, metadata={"Date": None})
 
@@ -154,7 +148,6 @@ def save(figure: Figure, path: Path) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
-    parser.add_argument("--chart", type=Path, default=FIGURE, help="svg file to draw into")
     args = parser.parse_args()
     bus, inputs = measured_bus(), works()
     for title, each in inputs.items():
@@ -163,7 +156,7 @@ def main() -> None:
     print(f"wrote {growth.INPUTS}")
     results = {"paper": paper(bus, inputs), "limits": limits(bus, inputs)}
     write_result(args.output, results)
-    draw(bus, inputs, args.chart)
+    draw(bus, inputs, FIGURE)
 
 
 if __name__ == "__main__":

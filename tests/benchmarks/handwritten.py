@@ -6,31 +6,18 @@ from torch.nn import functional as F
 from transformers import GPT2Config
 
 
-class Linear1D(nn.Module):
-    """A linear layer that keeps its weight as [inputs, outputs], as transformers' GPT-2 does."""
-
-    def __init__(self, n_in: int, n_out: int) -> None:
-        super().__init__()
-        self.weight = nn.Parameter(torch.empty(n_in, n_out))
-        self.bias = nn.Parameter(torch.zeros(n_out))
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        flat = torch.addmm(self.bias, x.view(-1, x.size(-1)), self.weight)
-        return flat.view(*x.shape[:-1], -1)
-
-
 class Block(nn.Module):
     """Pre-norm attention and MLP, each added to the residual stream [batch, tokens, width]."""
 
-    def __init__(self, config: GPT2Config, linear: type[nn.Module]) -> None:
+    def __init__(self, config: GPT2Config) -> None:
         super().__init__()
         self.heads = config.n_head
         self.ln_1 = nn.LayerNorm(config.n_embd)
-        self.qkv = linear(config.n_embd, 3 * config.n_embd)
-        self.attention_out = linear(config.n_embd, config.n_embd)
+        self.qkv = nn.Linear(config.n_embd, 3 * config.n_embd)
+        self.attention_out = nn.Linear(config.n_embd, config.n_embd)
         self.ln_2 = nn.LayerNorm(config.n_embd)
-        self.up = linear(config.n_embd, 4 * config.n_embd)
-        self.down = linear(4 * config.n_embd, config.n_embd)
+        self.up = nn.Linear(config.n_embd, 4 * config.n_embd)
+        self.down = nn.Linear(4 * config.n_embd, config.n_embd)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         batch, tokens, width = x.shape
@@ -46,11 +33,11 @@ class Block(nn.Module):
 class HandwrittenGPT2(nn.Module):
     """forward(input_ids [batch, tokens], labels likewise) -> mean loss of predicting the next."""
 
-    def __init__(self, config: GPT2Config, linear: type[nn.Module] = nn.Linear) -> None:
+    def __init__(self, config: GPT2Config) -> None:
         super().__init__()
         self.wte = nn.Embedding(config.vocab_size, config.n_embd)
         self.wpe = nn.Embedding(config.n_positions, config.n_embd)
-        self.blocks = nn.ModuleList(Block(config, linear) for _ in range(config.n_layer))
+        self.blocks = nn.ModuleList(Block(config) for _ in range(config.n_layer))
         self.ln_f = nn.LayerNorm(config.n_embd)
         for parameter in self.parameters():
             if parameter.ndim == 2:

@@ -5,7 +5,7 @@ python tests/benchmarks/many_gpus.py gpt2 --output many_gpus_gpt2.json
     gpt2    tokens/s of GPT-2 124M on 1, 2, 4, ... GPUs, compiled: chapter 2 with autocast-02.diff,
             and chapter 5, which is chapter 4's FSDP in bfloat16
     llama   tokens/s of Llama 3.1 8B with FSDP: bf16 and fp8, selective and full checkpointing
-    meshes  FSDP, HSDP and tensor parallelism: losses beside chapter 1, tokens/s, traffic
+    meshes  FSDP, HSDP and tensor parallelism: losses beside chapter 1, tokens/s
     nodes   chapter 3 on two "nodes" that have half of the GPUs each, beside one node
     kills   ranks are killed at random moments: how long training stands still
     saves   the 8B model is saved, synchronously and asynchronously: how long training stands still
@@ -23,15 +23,12 @@ import contextlib
 import fnmatch
 import itertools
 import json
-import math
 import os
-import pickle
 import random
 import re
 import shlex
 import shutil
 import signal
-import socket
 import statistics
 import subprocess
 import sys
@@ -42,29 +39,14 @@ from pathlib import Path
 import numpy as np
 import psutil
 import torch
-from machine import file_name, visible_gpus
+from fsdp import saved_model
+from machine import describe_machine, file_name, visible_gpus
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PRESETS = REPOSITORY / "common/presets"
 DDP, NODES, FSDP, MIXED = "02-ddp", "03-multi-node", "04-fsdp", "05-mixed-precision"
 NEVER = 10**6
-SELECTIVE, FULL = (f"--activation-checkpointing {kind}" for kind in ("selective", "full"))
 TORCHRUN = "-m torch.distributed.run --standalone --nproc-per-node"
-MACHINE = """
-import json, torch
-from machine import describe_machine
-memory = torch.cuda.get_device_properties(0).total_memory if torch.cuda.is_available() else 0
-print(json.dumps(describe_machine() | {"gpu_memory_gib": memory / 2**30}))
-"""
-# Random weights, drawn on a GPU because their values do not matter.
-DRAW = """
-import sys, torch
-from transformers import AutoConfig, AutoModelForCausalLM
-with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
-    config = AutoConfig.from_pretrained(sys.argv[1])
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-model.save_pretrained(sys.argv[2], max_shard_size="4GB")
-"""
 # Replacements in train_gpt2.py. Nothing else in it needs a download, and no step evaluates.
 NANOGPT = {
     r"^from hellaswag import .*|^import tiktoken$|^enc = .*": "",
@@ -72,15 +54,17 @@ NANOGPT = {
     r"^B = 64": "B = {batch}",
     r"^total_batch_size = 524288": "total_batch_size = {total}",
     r"step % 250 == 0 or last_step": "False",
-    r"{tokens_per_sec:.2f}": "{tokens_per_sec:.2f} {torch.cuda.max_memory_allocated() / 2**30}",
+    r"{tokens_per_sec:.2f}": (
+        "{tokens_per_sec / ddp_world_size} {torch.cuda.max_memory_allocated() / 2**30}"
+    ),
 }
 NANOGPT_LINE = (
-    r"step\s+(?P<step>\d+) .*loss: (?P<loss>\S+) .*sec: (?P<tokens_per_s>\S+) "
+    r"step\s+(?P<step>\d+) .*loss: (?P<loss>\S+) .*sec: (?P<tokens_per_s_per_device>\S+) "
     r"(?P<peak_mem_gib>[\d.]+)"
 )
 # The memory in torchtitan's log is the memory that the allocator has reserved.
 TITAN = """-m torchtitan.train --model.name llama3 --model.flavor 8B
-    --training.dataset c4_test --training.dataset_path none --training.steps {steps}
+    --training.dataset c4_test --training.dataset_path none --training.steps 12
     --training.seq_len {seq_length} --training.local_batch_size {sequences}
     --training.dataloader.num_workers 1 --metrics.log_freq 2 --metrics.disable_color_printing
     --activation_checkpoint.mode {recompute} --activation_checkpoint.selective_ac_option op
@@ -100,15 +84,6 @@ def load_dataset(*args, **kwargs):
     numbers = [str(n * n) for n in range(10000)]
     return Dataset({"text": " ".join(numbers[n : n + 2000])} for n in range(8000))
 """
-ITEM_BYTES = {"Byte": 1, "Half": 2, "BFloat16": 2, "Int": 4, "Float": 4, "Long": 8, "Double": 8}
-# PyTorch's Flight Recorder notes the collectives of a rank, and writes them when it is asked to.
-RECORDER = {
-    "TORCH_FR_BUFFER_SIZE": "4000",
-    "TORCH_NCCL_DUMP_ON_TIMEOUT": "1",
-    "TORCH_NCCL_DEBUG_INFO_PIPE_FILE": "{folder}/pipe-",
-    "TORCH_NCCL_DEBUG_INFO_TEMP_FILE": "{folder}/record-",
-    "TORCH_FR_DUMP_TEMP_FILE": "{folder}/record-",
-}
 
 
 class Benchmark:
@@ -116,12 +91,12 @@ class Benchmark:
         self.args, self.gpus, self.rows = args, args.gpus, []
         self.folder = Path(args.folder).resolve()
         self.start_time = time.monotonic()
-        described = subprocess.check_output(
-            [sys.executable, "-c", MACHINE], cwd=Path(__file__).parent
-        )
-        self.machine = json.loads(described) | {"command": shlex.join(["python", *sys.argv])}
+        self.machine = describe_machine()
         self.machine["nccl_environment"] = {k: v for k, v in os.environ.items() if "NCCL" in k}
-        self.sequences = args.sequences or (2 if self.machine["gpu_memory_gib"] > 100 else 1)
+        if torch.cuda.is_available():
+            memory = torch.cuda.get_device_properties(0).total_memory
+            self.machine["gpu_memory_gib"] = memory / 2**30
+        self.sequences = 2 if self.machine.get("gpu_memory_gib", 0) > 100 else 1
         self.tokens = self.folder / "tokens/edu_fineweb10B"  # train_gpt2.py expects this name
         self.tokens.mkdir(parents=True, exist_ok=True)
         for part, size in (("val", 2**21), ("train", 2**26)):
@@ -137,12 +112,10 @@ class Benchmark:
         nodes: how many launchers start the ranks. environment: variables for the run.
         """
         script = REPOSITORY / chapter / "train_llm.py"
-        args = f"{args} -d {self.tokens} -e {file_name(label)} --save-dir {self.folder}/runs"
-        args += f" --max-steps {NEVER} --eval-freq {NEVER}"
-        args += "" if "--ckpt-freq" in args else f" --ckpt-freq {NEVER}"
-        words = [str(script), *shlex.split(args)]
-        row = {"label": label, "gpus": gpus, "words": words, "environment": {}, **more}
-        return row | {"environment": dict(row["environment"])}
+        more_args = f"-d {self.tokens} -e {file_name(label)} --save-dir {self.folder}/runs"
+        more_args += f" --max-steps {NEVER} --eval-freq {NEVER} --ckpt-freq {NEVER}"
+        words = [str(script), *shlex.split(f"{more_args} {args}")]
+        return {"label": label, "gpus": gpus, "words": words, "environment": {}, **more}
 
     def changed(self, chapter: str, diff: str) -> Path:
         """Return the path of a copy of a chapter with a diff of chapter 5 applied."""
@@ -155,14 +128,11 @@ class Benchmark:
 
     def llama_model(self) -> str:
         """Return arguments for the 8B model; the first call draws its weights."""
-        folder = self.folder / self.args.llama
-        if not (folder / "config.json").exists():
-            source = PRESETS / self.args.llama
-            subprocess.run([sys.executable, "-c", DRAW, source, folder], check=True)
+        folder = saved_model(PRESETS / self.args.llama, self.folder / self.args.llama)
         return f"-m {folder} --pretrained --tokenizer-name gpt2-tiny --lr 1e-5"
 
     def nanogpt(self, label: str, gpus: int, micro_batches: int = 1) -> list[dict]:
-        if not self.args.nanogpt or not self.args.nanogpt.exists():
+        if not self.args.nanogpt:
             return []
         text, batch = self.args.nanogpt.read_text(), self.args.batch_size
         total = batch * 1024 * gpus * micro_batches
@@ -175,7 +145,7 @@ class Benchmark:
         row = {"label": label, "gpus": gpus, "words": [str(script)], "environment": {}}
         return [row | {"line": NANOGPT_LINE, "where": self.folder / "tokens"}]
 
-    def titan(self, label: str, precision: str, recompute: str, steps: int) -> list[dict]:
+    def titan(self, label: str, precision: str, recompute: str) -> list[dict]:
         if not self.args.torchtitan:
             return []
         library = self.folder / "titan/datasets"  # stands for the library that torchtitan imports
@@ -183,7 +153,7 @@ class Benchmark:
         (library / "__init__.py").write_text(TITAN_DATASETS)
         (library / "distributed.py").write_text("def split_dataset_by_node(data, *_): return data")
         options = {"seq_length": self.args.seq_length, "sequences": self.sequences}
-        words = shlex.split(TITAN.format(**options, recompute=recompute, steps=steps))
+        words = shlex.split(TITAN.format(**options, recompute=recompute))
         words += ["--model.hf_assets_path", str(PRESETS / "tokenizer")]
         words += ["--model.converters", "quantize.linear.float8"] * (precision == "fp8")
         row = {"label": label, "gpus": self.gpus, "words": words, "line": TITAN_LINE}
@@ -201,7 +171,7 @@ class Benchmark:
         paths = [row["environment"].get("PYTHONPATH"), REPOSITORY, os.environ.get("PYTHONPATH")]
         environment = {
             **os.environ,
-            **{k: v.format(folder=folder) for k, v in row["environment"].items()},
+            **row["environment"],
             "PYTHONPATH": ":".join(str(path) for path in paths if path),
             "OMP_NUM_THREADS": str(max(1, os.cpu_count() // self.gpus // 2)),
             "TORCHINDUCTOR_CACHE_DIR": str(self.folder / "inductor"),
@@ -214,21 +184,19 @@ class Benchmark:
         if nodes > 1 or "MAX_RESTARTS" in environment:  # then with the launch file of chapter 3
             launch = {"NPROC_PER_NODE": str(gpus_per_node), "LAUNCH_FILE": words[0]}
             if nodes > 1:
-                launch |= {"NNODES": str(nodes), "HEAD": f"localhost:{free_port()}"}
-            row["environment"] |= launch
+                launch |= {"NNODES": str(nodes), "HEAD": "localhost:29400"}
+            row["environment"] = {**row["environment"], **launch}
             environment |= launch | {"PYTHON": sys.executable}
             command = ["bash", f"{NODES}/launch_torchrun.sh", *words[1:]]
         row["command"] = shlex.join(command)
         command[0] = sys.executable if command[0] == "python" else command[0]
         row["processes"] = []
+        atexit.register(stop, [row])
         for node in range(nodes):
-            if torch.cuda.is_available():
-                visible = visible_gpus(first_gpu + node * gpus_per_node, gpus_per_node)
-                environment["CUDA_VISIBLE_DEVICES"] = visible
-            if not node:
-                atexit.register(stop, [row])
+            visible = visible_gpus(first_gpu + node * gpus_per_node, gpus_per_node)
+            environment["CUDA_VISIBLE_DEVICES"] = visible
             with (folder / f"log-{node}").open("w") as log:
-                options = {"stdout": log, "stderr": subprocess.STDOUT, "env": environment}
+                options = {"stdout": log, "stderr": log, "env": environment}
                 where = row.get("where", REPOSITORY)
                 row["processes"].append(subprocess.Popen(command, cwd=where, **options))
 
@@ -241,8 +209,6 @@ class Benchmark:
         lines = []
         for match in re.finditer(row["line"], (row["run_folder"] / "log-0").read_text()):
             line = {key: float(text.replace(",", "")) for key, text in match.groupdict().items()}
-            if "tokens_per_s" in line:
-                line["tokens_per_s_per_device"] = line["tokens_per_s"] / row["gpus"]
             line["tokens_per_s"] = line["tokens_per_s_per_device"] * row["gpus"]
             lines.append(line)
         return lines
@@ -273,11 +239,6 @@ class Benchmark:
     def measure(self, rows: list[dict], steps: int, warm_up: int, share_gpus: bool = False) -> None:
         """Run rows, side by side if there are GPUs for it; report the medians after the warm-up."""
         rows = [row for row in rows if fnmatch.fnmatchcase(row["label"], self.args.only)]
-
-        def is_done(row: dict) -> bool:
-            done = row["seen"][-1][1] >= steps
-            return done and ("TORCH_FR_BUFFER_SIZE" not in row["environment"] or recorded(row))
-
         while rows and self.seconds() < self.args.seconds:
             group: list[dict] = []
             for row in rows:
@@ -287,7 +248,7 @@ class Benchmark:
                     row.pop("failed", None)
                     self.start(row, 0 if share_gpus else first)
                     group.append(row)
-            self.watch(group, is_done)
+            self.watch(group, lambda row: row["seen"][-1][1] >= steps)
             stop(group)
             rows = [row for row in rows if row not in group]
             for row in group:
@@ -296,31 +257,18 @@ class Benchmark:
                     row["losses"] = [line["loss"] for line in self.lines(row) if "loss" in line]
                     row.setdefault("runs", []).append(medians(self.lines(row), warm_up, steps))
                     row["runs"][-1]["first_line_s"] = row["seen"][1][0] - row["seen"][0][0]
-                    if (record := row["run_folder"] / "record-0").exists():
-                        row["one_step_of_rank_0"] = traffic(record)
                 self.report(row)
 
     def report(self, row: dict) -> None:
         """Write the result file with this row and all earlier ones, and print the row."""
         self.rows = [*(other for other in self.rows if other is not row), row]
-        on_one = {each["label"]: each["runs"] for each in self.rows if "runs" in each}
-        for each in self.rows:
-            base = on_one.get(re.sub(r" on \d+$", " on 1", each["label"]))
-            if base and "runs" in each and each["gpus"] > 1:
-                speed = max(run["tokens_per_s_per_device"] for run in each["runs"])
-                each["efficiency"] = speed / max(run["tokens_per_s_per_device"] for run in base)
-        internal = ("words", "processes", "seen", "run_folder", "line", "where", "asked")
+        internal = ("words", "processes", "seen", "run_folder", "line", "where")
         rows = [{k: v for k, v in each.items() if k not in internal} for each in self.rows]
         results = {"part": self.args.part, "gpus": self.gpus, "seconds": self.seconds()}
         content = {"machine": self.machine, "results": {**results, "rows": rows}}
         self.args.output.write_text(json.dumps(content, indent=1) + "\n")
-        run = row.get("runs", [{}])[-1]
-        keys = ("tokens_per_s", "tokens_per_s_per_device", "peak_mem_gib", "reserved_gib", "loss")
-        shown = {key: round(run[key], 2) for key in keys if key in run}
-        shown |= {key: row[key] for key in ("loss_difference", "found") if key in row}
+        shown = {key: row[key] for key in ("runs", "found", "failed") if key in row}
         print(f"{self.seconds():4d} s  {row['label']}: {shown}", flush=True)
-        for text in row.get("failed", ()):
-            print("FAILED", text[-1500:], flush=True)
 
     def seconds(self) -> int:
         return round(time.monotonic() - self.start_time)
@@ -341,34 +289,26 @@ class Benchmark:
                 *self.nanogpt(f"build-nanogpt{count} on {gpus}", gpus, micro_batches),
             ]
 
-        steps = self.args.steps or 60
         on_all = rows(self.gpus)
-        self.measure(on_all, steps, steps // 3)
+        self.measure(on_all, 60, 20)
         fewer = [2**k for k in reversed(range(4)) if 2**k < self.gpus]
-        self.measure([row for gpus in fewer for row in rows(gpus)], steps, steps // 3)
-        self.measure(rows(self.gpus, micro_batches=4), steps // 3, steps // 6)
+        self.measure([row for gpus in fewer for row in rows(gpus)], 60, 20)
+        self.measure(rows(self.gpus, micro_batches=4), 20, 10)
         for _ in range(self.args.runs - 1):
-            self.measure(on_all, steps, steps // 3)
+            self.measure(on_all, 60, 20)
 
     def llama(self) -> None:
         args = f"{self.llama_model()} -s {self.args.seq_length} -b {self.sequences} --compile"
-        args += " --log-freq 2"
-        steps = self.args.steps or 12
-        for gpus in [self.gpus, self.gpus // 2] if self.gpus > 4 else [self.gpus]:
-            batch = f"--global-batch-size {self.sequences * gpus}"
-            for recompute, precision in itertools.product(("selective", "full"), ("bf16", "fp8")):
-                label = f"{precision}, {recompute} checkpointing, on {gpus}"
-                words = (
-                    f"{args} {batch} --precision {precision} --activation-checkpointing {recompute}"
-                )
-                rows = [self.row(f"chapter 5, {label}", MIXED, gpus, words)]
-                if gpus == self.gpus:
-                    rows += self.titan(f"torchtitan, {label}", precision, recompute, steps)
-                self.measure(rows, steps, steps // 3)
+        args += f" --log-freq 2 --global-batch-size {self.sequences * self.gpus}"
+        for recompute, precision in itertools.product(("selective", "full"), ("bf16", "fp8")):
+            label = f"{precision}, {recompute} checkpointing, on {self.gpus}"
+            words = f"{args} --precision {precision} --activation-checkpointing {recompute}"
+            rows = [self.row(f"chapter 5, {label}", MIXED, self.gpus, words)]
+            rows += self.titan(f"torchtitan, {label}", precision, recompute)
+            self.measure(rows, 12, 4)
 
     def meshes(self) -> None:
         n, parallel = self.gpus, self.changed(MIXED, "tensor-parallel.diff")
-        tensor = [size for size in (2, 4) if size <= n]
         small = "-m llama-tiny-8-heads --log-freq 1"
         exact = {"environment": {"NVIDIA_TF32_OVERRIDE": "0"}}  # float32 for all matmuls
         rows = [
@@ -377,48 +317,31 @@ class Benchmark:
             self.row(f"losses, HSDP 2 x {n // 2}", FSDP, n, f"{small} --hsdp", nodes=2, **exact),
         ]
         words = f"{small} --precision fp32 --tensor-parallel"
-        for size in tensor:
+        for size in (2, 4):
             label = f"losses, tensor parallelism {n // size} x {size}"
             rows.append(self.row(label, parallel, n, f"{words} {size}", **exact))
         self.measure(rows, 20, 0, share_gpus=True)
-        self.compare(rows)
         args = f"{self.llama_model()} -s {self.args.seq_length} -b 1 --compile --log-freq 1"
-        every = f"{args} --global-batch-size {n}"
-        folder = {"environment": RECORDER}
+        every = f"{args} --global-batch-size {n} --activation-checkpointing full"
         rows = [
-            self.row(f"FSDP on {n}", MIXED, n, f"{every} {FULL}", **folder),
-            self.row(f"HSDP 2 x {n // 2}", MIXED, n, f"{every} {FULL} --hsdp", nodes=2, **folder),
+            self.row(f"FSDP on {n}", MIXED, n, every),
+            self.row(f"HSDP 2 x {n // 2}", MIXED, n, f"{every} --hsdp", nodes=2),
         ]
-        for size in tensor:
+        for size in (2, 4):
             words = f"{args} --global-batch-size {n // size} --tensor-parallel {size}"
             label = f"tensor parallelism {n // size} x {size}, no checkpointing"
-            rows.append(self.row(label, parallel, n, words, **folder))
-        rows.append(self.row(f"FSDP, no checkpointing, on {n}", MIXED, n, every, **folder))
-        self.measure(rows, self.args.steps or 12, (self.args.steps or 12) // 3)
+            rows.append(self.row(label, parallel, n, words))
+        self.measure(rows, 12, 4)
 
     def nodes(self) -> None:
         n, batch = self.gpus, self.args.batch_size
         args = f"{self.args.gpt2} -b {batch} --global-batch-size {batch * n} --log-freq 5"
-        steps = self.args.steps or 40
-        for name, chapter in (
-            ("chapter 3 in bf16", self.changed(NODES, "autocast-03.diff")),
-            ("chapter 3", NODES),
-        ):
-            rows = [
-                self.row(f"{name}, one node of {n}", chapter, n, args),
-                self.row(f"{name}, two nodes of {n // 2}", chapter, n, args, nodes=2),
-            ]
-            self.measure(rows, steps, steps // 3)
-            self.compare(rows)
-
-    def compare(self, rows: list[dict]) -> None:
-        """Note the largest relative difference between the losses of a row and of the first one."""
-        base = rows[0].get("losses", [])
-        for row in rows[1:]:
-            pairs = list(zip(row.get("losses", []), base, strict=False))
-            if pairs:
-                row["loss_difference"] = max(abs(one - two) / two for one, two in pairs)
-                self.report(row)
+        chapter = self.changed(NODES, "autocast-03.diff")
+        rows = [
+            self.row(f"chapter 3 in bf16, one node of {n}", chapter, n, args),
+            self.row(f"chapter 3 in bf16, two nodes of {n // 2}", chapter, n, args, nodes=2),
+        ]
+        self.measure(rows, 40, 13)
 
     def kills(self) -> None:
         """Kill random ranks of chapter 5 and let torchrun restart the run."""
@@ -440,7 +363,7 @@ class Benchmark:
             self.watch([row], lambda row, step=step: row["seen"][-1][1] > step)
             # The run has first shortened its metrics to the step of its checkpoint.
             restored = min(step for _, step in row["seen"])
-            first = next((t for t, step in row["seen"][1:] if step > restored), math.nan)
+            first = next((t for t, step in row["seen"][1:] if step > restored), float("nan"))
             found = {"rank": rank, "steps_lost": step - restored, "stands_still_s": first - killed}
             row["found"].append(found | {"caught_up_s": row["seen"][-1][0] - killed})
             self.report(row)
@@ -449,8 +372,9 @@ class Benchmark:
     def saves(self) -> None:
         """Save the model and its optimizer state twice."""
         every = self.args.save_every
-        args = f"{self.llama_model()} -s {self.args.seq_length} -b 1 {FULL} --log-freq 1"
+        args = f"{self.llama_model()} -s {self.args.seq_length} -b 1 --log-freq 1"
         args += f" --global-batch-size {self.gpus} --ckpt-freq {every} --keep-checkpoints 1"
+        args += " --activation-checkpointing full"
         for label, more in (("asynchronous", " --async-checkpoint"), ("synchronous", "")):
             row = self.row(f"{label} saves on {self.gpus}", MIXED, self.gpus, args + more)
             written: dict[int, float] = {}  # when a checkpoint was complete, by its step
@@ -488,40 +412,6 @@ def medians(lines: list[dict], warm_up: int, steps: int) -> dict[str, float]:
     return found | {"slowest": min(speeds), "fastest": max(speeds)}
 
 
-def recorded(row: dict) -> bool:
-    """Ask rank 0 for its record of collectives; return whether it has had the time to write it."""
-    if "asked" not in row:
-        row["asked"] = time.monotonic()
-        (row["run_folder"] / "pipe-0.pipe").write_text("1\n")
-    return time.monotonic() > row["asked"] + 8
-
-
-def traffic(record: Path) -> list[dict]:
-    """Return what rank 0 gave to collectives in its last step: calls and bytes of each kind."""
-    content = pickle.loads(record.read_bytes())
-    steps: list[dict] = [{}]
-    for entry in content["entries"]:
-        number, group = entry["process_group"]
-        ranks = len(json.loads(content["pg_config"][number]["ranks"]))
-        sizes = {
-            way: sum(map(math.prod, entry[f"{way}_sizes"])) * ITEM_BYTES[entry[f"{way}_dtypes"][0]]
-            for way in ("input", "output")
-        }
-        name = entry["profiling_name"].removeprefix("nccl:")
-        total = steps[-1].setdefault((name, group, ranks), {"calls": 0, "bytes": 0})
-        total["calls"] += 1
-        total["bytes"] += max(sizes.values())
-        # At the end of a step, the ranks add up how many stop signals they have received.
-        if (name, entry["input_dtypes"], sizes["input"]) == ("all_reduce", ["Long"], 8):
-            steps.append({})
-    found = []
-    for (name, group, ranks), total in steps[-2].items():
-        factor = 2 if name == "all_reduce" else 1  # all-gather and reduce-scatter
-        sent = factor * (ranks - 1) * total["bytes"] // ranks
-        found.append({"collective": name, "group": group, **total, "sent_in_a_ring": sent})
-    return found
-
-
 def worker(row: dict, rank: int) -> int:
     """Return the process id of a rank."""
     children = psutil.Process(row["processes"][0].pid).children(recursive=True)
@@ -539,12 +429,6 @@ def stop(rows: list[dict]) -> None:
     psutil.wait_procs(processes, 30)
 
 
-def free_port() -> int:
-    with socket.socket() as server:
-        server.bind(("localhost", 0))
-        return server.getsockname()[1]
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
@@ -556,13 +440,11 @@ def main() -> None:
     add("--seconds", type=float, default=480, help="start no run after this many seconds")
     add("--limit", type=float, default=240, help="seconds that one run may take")
     add("--runs", type=int, default=2, help="of GPT-2 on all GPUs")
-    add("--steps", type=int, help="of one run that measures speed")
     add("--kills", type=int, default=10)
     add("--gpt2", default="-m gpt2 -s 1024 --compile --lr 3e-4", help="arguments for GPT-2")
     add("--batch-size", type=int, default=64, help="sequences per GPU for GPT-2")
     add("--llama", default="llama-3.1-8b", help="preset of the large model")
     add("--seq-length", type=int, default=8192, help="tokens for the large model")
-    add("--sequences", type=int, help="per GPU for llama (default: 2 above 100 GiB, otherwise 1)")
     add("--nanogpt", type=Path, help="path of build-nanogpt's train_gpt2.py")
     add("--torchtitan", action="store_true", help="measure torchtitan, too")
     add("--save-every", type=int, default=40, help="steps between two saves of the large model")

@@ -4,9 +4,8 @@ python tests/benchmarks/overhead.py --output tests/benchmarks/results/overhead_c
 
 The chapter's own script runs. After every few of its steps a hook on the optimizer does as many
 steps of the bare loop, in the same process, so that both see the same machine. It trains the same
-model on the same batches, in chapters 4 and 5 sharded too, on a world of one. With --by-hand it is
-baseline.py's: a GPT-2 written by hand, random tokens, in TF32 or bfloat16. All arguments after --
-go to the chapter, and chapter 5 needs a --precision among them.
+model on the same batches. The chapter is chapter 1, 2 or 3. All arguments after -- go to the
+chapter.
 """
 
 import argparse
@@ -20,18 +19,15 @@ import time
 from pathlib import Path
 
 import torch
-from baseline import Loop
 from machine import write_result
 from torch import nn
-from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers import AutoModelForCausalLM
 
 from common.data import load_sequences, split_batch
-from common.models import causal_attention, find_layers, load_config, load_tokenizer
+from common.models import causal_attention, load_config, load_tokenizer
 
 REPOSITORY = Path(__file__).parents[2]
-HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 WARM_UP = 2  # pairs of segments that are not counted: compilation, first allocations, caches
 
 
@@ -51,24 +47,10 @@ class BareLoop:
             config, attn_implementation=causal_attention(config), dtype=torch.float32
         )
         self.model.to(device=device, dtype=getattr(torch, args.param_dtype)).train()
-        if hasattr(args, "reshard_after_forward"):
-            self.shard(args)
-        elif args.compile:
+        if args.compile:
             self.model.compile()
         self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-3, fused=True)
         self.device, self.next = device, 0
-
-    def shard(self, args: argparse.Namespace) -> None:
-        """Do what chapters 4 and 5 do to a model, with no option but --compile and --precision."""
-        half = HALF.get(getattr(args, "precision", None))
-        policy = MixedPrecisionPolicy(param_dtype=half, reduce_dtype=torch.float32)
-        for block in find_layers(self.model):
-            fully_shard(block, mp_policy=policy)
-            if args.compile:
-                block.forward = torch.compile(block.forward)
-        fully_shard(self.model, mp_policy=policy)
-        if args.compile:
-            self.model.loss_function = torch.compile(self.model.loss_function)
 
     def step(self) -> None:
         for _ in range(self.accumulation):
@@ -83,11 +65,9 @@ class BareLoop:
 class Alternate:
     """The hook: after `stride` steps of the chapter, `stride` steps of the bare loop."""
 
-    def __init__(
-        self, args: argparse.Namespace, device: torch.device, stride: int, by_hand: bool
-    ) -> None:
-        self.args, self.device, self.stride, self.by_hand = args, device, stride, by_hand
-        self.bare: BareLoop | Loop | None = None  # once the chapter has a process group
+    def __init__(self, args: argparse.Namespace, device: torch.device, stride: int) -> None:
+        self.device, self.stride = device, stride
+        self.bare = BareLoop(args, device)
         self.steps, self.inside, self.start = 0, False, None
         self.chapter_ms: list[float] = []
         self.bare_ms: list[float] = []
@@ -99,7 +79,6 @@ class Alternate:
         if self.steps % self.stride:
             return
         self.inside = True
-        self.bare = self.bare or self.make_bare()
         now = self.now()
         if self.start is not None:
             self.chapter_ms.append(1000 * (now - self.start) / self.stride)
@@ -108,16 +87,6 @@ class Alternate:
             self.bare_ms.append(1000 * (self.now() - now) / self.stride)
         self.start = self.now()
         self.inside = False
-
-    def make_bare(self) -> BareLoop | Loop:
-        if not self.by_hand:
-            return BareLoop(self.args, self.device)
-        precision = getattr(self.args, "precision", "tf32")
-        assert precision in ("tf32", "bf16"), "the loop by hand has no other precision"
-        config = load_config(self.args.model_name)
-        given = {"seq_length": self.args.seq_length or config.max_position_embeddings}
-        given |= {"lr": self.args.lr or 1 / config.hidden_size, "precision": precision}
-        return Loop(argparse.Namespace(**{**vars(self.args), **given}), self.device, 1)
 
     def now(self) -> float:
         if self.device.type == "cuda":
@@ -129,7 +98,6 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--chapter", default="01-single-gpu", help="folder of the chapter")
     parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
-    parser.add_argument("--by-hand", action="store_true", help="against baseline.py's loop")
     parser.add_argument("--stride", type=int, default=2, help="steps in a row of each loop")
     parser.add_argument("--pairs", type=int, default=60, help="pairs that are counted")
     parser.add_argument("chapter_args", nargs="*", help="for the chapter, after --")
@@ -146,7 +114,7 @@ def main() -> None:
         never = str(10**9)
         sys.argv = ["train_llm.py", *args.chapter_args, "--save-dir", folder, "-e", "run"]
         sys.argv += ["--max-steps", str(steps), "--eval-freq", never, "--ckpt-freq", never]
-        alternate = Alternate(chapter.get_args(), device, args.stride, args.by_hand)
+        alternate = Alternate(chapter.get_args(), device, args.stride)
         handle = register_optimizer_step_post_hook(alternate)
         chapter.main()
         handle.remove()

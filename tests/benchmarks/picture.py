@@ -1,11 +1,8 @@
 """The picture of the front page: five chapters, what each adds, its memory and its speed.
 
-python tests/benchmarks/picture.py --output 01-single-gpu/chapters.svg
-
-Bars are the peak memory of a training step that 04-fsdp/memory.py predicts. Speeds are measured.
+figures.py writes it. Bars are the peak memory of a training step that 04-fsdp/memory.py predicts. Speeds are measured.
 """
 
-import argparse
 import functools
 import sys
 from dataclasses import replace
@@ -163,13 +160,3 @@ def picture() -> str:
     ):
         out.append(text(LEFT, top + 24 + 22 * number, says, SMALL, "soft"))
     return document("Five chapters: what each adds, its memory and its speed", top + 106, out)
-
-
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, required=True, help="svg file to draw into")
-    parser.parse_args().output.write_text(picture(), encoding="utf-8")
-
-
-if __name__ == "__main__":
-    main()

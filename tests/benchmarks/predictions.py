@@ -1,4 +1,4 @@
-"""What 04-fsdp/memory.py predicts for every row that fsdp.py has measured.
+"""What 04-fsdp/memory.py predicts for every row of the result files fsdp_*.json.
 
 python tests/benchmarks/predictions.py --output tests/benchmarks/results/predictions.json
 
@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 from unittest import mock
 
-from fsdp import DDP, MIXED, REPOSITORY, SHAPE
+from fsdp import FSDP, REPOSITORY
 from machine import RESULTS, write_result
 from runner import load_script
 from transformers import PretrainedConfig
@@ -21,7 +21,7 @@ from transformers import PretrainedConfig
 from common import models
 from common.data import split_batch
 
-memory = load_script(REPOSITORY / "04-fsdp/memory.py")
+memory = load_script(REPOSITORY / FSDP / "memory.py")
 scripts = {}
 
 
@@ -38,22 +38,22 @@ def read_args(row: dict) -> argparse.Namespace:
 def options_of(row: dict) -> tuple[str, int | None, object]:
     """Return the preset of a row, its number of blocks if it is another one, memory.py's Options.
 
-    fsdp.py names the folders that it makes of SHAPE: model, or shape-29 with 29 blocks. Where it
-    makes one of another preset, the row says of which.
+    A model in a folder is Llama 3.1 8B, or another preset that the row names. The folder shape-29
+    has a model with 29 blocks.
     """
     args = read_args(row)
     folder = Path(args.model_name)
-    name = SHAPE.parent.name if folder.is_absolute() else args.model_name
+    name = "llama-3.1-8b" if folder.is_absolute() else args.model_name
     name = row.get("preset", name)
     blocks = row["blocks"] if folder.name.startswith("shape-") else None
     batch_size, accumulation = split_batch(args, row["gpus"], args.global_batch_size)
-    if row["chapter"] == DDP:
+    if row["chapter"] == "03-multi-node":
         given = {"sharding": "zero1" if args.zero1 else "ddp"}
     else:
         same = ("reshard_after_forward", "reduce_every_backward", "hsdp", "cpu_offload")
         given = {key: getattr(args, key) for key in (*same, "activation_checkpointing")}
         given["sharding"] = "fsdp"
-    if row["chapter"] == MIXED:
+    if row["chapter"] == "05-mixed-precision":
         # fp16 has as many bytes as bf16, and what fp8 multiplies is kept in bf16.
         given["precision"] = "bf16" if args.precision in (None, "fp16", "fp8") else args.precision
     given |= {"batch_size": batch_size, "accumulation": accumulation}
@@ -93,7 +93,7 @@ def predict_rows(rows: list[dict], counted: dict) -> dict[str, dict]:
 
 
 def predict_all() -> dict[str, dict]:
-    """Return the predictions for each result file of fsdp.py."""
+    """Return the predictions for each of the result files."""
     counted = {}
     return {
         path.stem: predict_rows(json.loads(path.read_text())["results"]["rows"], counted)

@@ -3,7 +3,7 @@
 python tests/benchmarks/profile_gpt2.py --output tests/benchmarks/results/profile_gpt2.json
 
 Trains each variant on the same random tokens (64 x 1024 per step, bf16 autocast, fused AdamW,
-gradients clipped), several times in turn, and lists the kernels that the time goes to.
+gradients clipped), several times in turn.
 """
 
 import argparse
@@ -11,10 +11,9 @@ import statistics
 from pathlib import Path
 
 import torch
-from handwritten import HandwrittenGPT2, Linear1D
+from handwritten import HandwrittenGPT2
 from machine import write_result
 from torch import nn
-from torch.nn import functional as F
 from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
@@ -26,32 +25,28 @@ AttentionInterface.register("sdpa_causal", sdpa_attention_forward)
 class LossOf(nn.Module):
     """A transformers model as a function of the batch that returns the loss alone."""
 
-    def __init__(self, model: nn.Module, loss: str) -> None:
+    def __init__(self, model: nn.Module) -> None:
         super().__init__()
-        self.model, self.loss = model, loss
+        self.model = model
 
     def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        if self.loss == "model":
-            return self.model(input_ids=input_ids, labels=labels).loss
-        logits = self.model(input_ids=input_ids).logits
-        targets = F.pad(labels, (0, 1), value=-100)[:, 1:]
-        return F.cross_entropy(logits.view(-1, logits.size(-1)), targets.reshape(-1))
+        return self.model(input_ids=input_ids, labels=labels).loss
 
 
 def build(variant: str) -> nn.Module:
     config = AutoConfig.from_pretrained(PRESET)
-    if variant.startswith("handwritten"):
-        model = HandwrittenGPT2(config, Linear1D if "1D" in variant else nn.Linear).cuda()
+    if variant == "handwritten":
+        model = HandwrittenGPT2(config).cuda()
     else:
         attention = "sdpa_causal" if "no mask" in variant else "sdpa"
         model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
-        model = LossOf(model, "own" if "own loss" in variant else "model").cuda()
+        model = LossOf(model).cuda()
     if "per block" in variant:
         for block in model.model.transformer.h:
             block.compile()
         if "and the loss" in variant:
             model.model.loss_function = torch.compile(model.model.loss_function)
-    elif "eager" not in variant:
+    else:
         model.compile()
     return model
 
@@ -83,31 +78,10 @@ def milliseconds(trainer: Trainer, tokens: torch.Tensor, steps: int) -> float:
     return start.elapsed_time(end) / steps
 
 
-def kernels(trainer: Trainer, tokens: torch.Tensor, steps: int = 3) -> list[dict]:
-    """Return the 25 kernels that take most of a step, in ms per step."""
-    activities = [torch.profiler.ProfilerActivity.CUDA]
-    with torch.profiler.profile(activities=activities) as profiler:
-        for _ in range(steps):
-            trainer.step(tokens)
-        torch.cuda.synchronize()
-    rows = [row for row in profiler.key_averages() if row.self_device_time_total > 0]
-    rows.sort(key=lambda row: -row.self_device_time_total)
-    return [
-        {
-            "kernel": row.key[:120],
-            "ms": round(row.self_device_time_total / 1000 / steps, 3),
-            "calls": row.count // steps,
-        }
-        for row in rows[:25]
-    ]
-
-
 VARIANTS = (
     "handwritten",
-    "handwritten, Linear1D",
     "transformers",
     "transformers, no mask",
-    "transformers, no mask, own loss",
     "transformers, per block",
     "transformers, no mask, per block and the loss",
 )
@@ -138,7 +112,6 @@ def main() -> None:
         results[variant] = {
             "ms_per_step": [round(ms, 2) for ms in times[variant]],
             "tokens_per_s": round(tokens.numel() / median * 1000),
-            "kernels": kernels(trainers[variant], tokens),
         }
         print(f"{variant:40s} {median:8.2f} ms {results[variant]['tokens_per_s']:10,d} tokens/s")
     write_result(args.output, results)

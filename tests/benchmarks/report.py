@@ -174,25 +174,6 @@ def beside_predictions(found: dict, predictions: dict) -> Iterable[dict]:
             yield {**row, **expected, "speed": "out of memory"}
 
 
-def causal_mfu(row: dict, parameters: int) -> float:
-    """Return the median MFU of a row, less what is counted and not computed.
-
-    MFU counts 6 N + 12 L H Q T for a token, as flops_per_token in common/timers.py says. Of the
-    second term attention leaves out half, the pairs with a later position, and a table of
-    positions, one of the N, is only looked up.
-    """
-    preset = json.loads((REPOSITORY / f"common/presets/{row['preset']}/config.json").read_text())
-    config = {**preset, **row["shape"]}
-    names = (("n_layer", "num_hidden_layers"), ("n_embd", "hidden_size"))
-    layers, width = (config.get(one) or config[other] for one, other in names)
-    if not config["tie_word_embeddings"]:
-        parameters -= config["vocab_size"] * width
-    attention = 12 * layers * width * int(row["command"].split(" -s ")[1].split()[0])
-    positions = config.get("n_positions", 0) * width
-    left_out = (6 * positions + attention / 2) / (6 * parameters + attention)
-    return median(values_of_runs(row, "mfu")) * (1 - left_out)
-
-
 def searches(read: Callable, names: Iterable[str]) -> list[dict]:
     """Return the rows of searches for the largest model, with what was expected."""
     expected = read("predictions")

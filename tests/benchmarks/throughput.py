@@ -6,17 +6,15 @@ Every configuration runs several times, in turn with the others, so that a chang
 affects all of them. baseline.py can be one of them: the same batch in a hand-written loop.
 
 The log lines of the first steps are left out as warm-up: compilation, first allocations, and DDP's
-buckets, which are rebuilt after the first backward pass. "drift" shows whether the warm-up was long
-enough: tokens/s of the later half of the counted lines over those of the earlier half.
+buckets, which are rebuilt after the first backward pass.
 
-    chapters-gpu       all chapters on one GPU beside the hand-written loop, in TF32 and bfloat16
-    gpt2-bf16-scaling  chapter 5 and the hand-written loop on 1, 2, 4 and 8 GPUs
-    ddp-gpu            chapters 1 and 2 on up to 8 GPUs in TF32
-    nodes-gpu          chapters 2 and 3 on 4 GPUs in TF32
-    ddp-cpu            chapters 1 and 2 on two cores
+    chapters-gpu  all chapters on one GPU beside the hand-written loop, in TF32 and bfloat16
+    ddp-gpu       chapters 1 and 2 on up to 8 GPUs in TF32
+    nodes-gpu     chapters 2 and 3 on 4 GPUs in TF32
+    ddp-cpu       chapters 1 and 2 on two cores
 
-fsdp.py measures the 8B model, longer sequences and larger models. overhead.py compares a chapter's
-step with a loop that trains the same model in the same process.
+fsdp.py measures the 8B model. overhead.py compares a chapter's step with a loop that trains the same
+model in the same process. many_gpus.py measures bfloat16 on several GPUs.
 """
 
 import argparse
@@ -54,15 +52,6 @@ def rows(chapter: str, devices: list[int], args: str, batch: int, **more: object
     ]
 
 
-def beside_the_baseline(chapters: list[str], devices: list[int], args: str, own: str) -> list[dict]:
-    """Return the hand-written loop and chapters, which are compared with it and get `own` too."""
-    found = rows(BASELINE, devices, args, 64)
-    for chapter in chapters:
-        found += rows(chapter, devices, f"{args} {own}".strip(), 64)
-    key = {"against": "baseline on 1", "compared": "tokens_per_s_per_device"}
-    return [{**row, **key} for row in found]
-
-
 def all_chapters() -> list[dict]:
     """Return the loop and chapters 1 to 4 in TF32, then the loop and chapter 5 in bfloat16."""
     groups = {
@@ -77,22 +66,14 @@ def all_chapters() -> list[dict]:
         group[0]["label"] = label
         for chapter in chapters:
             group += rows(chapter, [1], f"{GPT2} --log-freq 10 {own}".strip(), 64)
-        key = {"against": label, "compared": "tokens_per_s_per_device"}
-        found += [{**row, **key} for row in group]
+        found += [{**row, "against": label} for row in group]
     return found
 
 
 ON_CPU, ON_GPU = "--log-freq 10", f"{GPT2} --log-freq 5"
-IN_BF16 = f"{GPT2} --precision bf16 --log-freq 10"
 # By name: (configurations, steps in all, steps that are left out).
 SETS = {
     "chapters-gpu": (all_chapters(), 50, 20),
-    "gpt2-bf16-scaling": (
-        # Chapter 5 reads its data in two processes of their own.
-        beside_the_baseline(["05-mixed-precision"], [1, 2, 4, 8], IN_BF16, "--num-workers 2"),
-        80,
-        20,
-    ),
     "ddp-gpu": (
         rows("01-single-gpu", [1], ON_GPU, 64) + rows("02-ddp", [1, 2, 4, 8], ON_GPU, 64),
         40,
@@ -111,7 +92,7 @@ def command_of(row: dict, steps: int) -> list[str]:
     """Return a row's command, without the interpreter and the run's folder."""
     chapter, devices = row["chapter"], row["devices"]
     words = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(devices)]
-    if chapter.startswith("01") or (chapter == BASELINE and devices == 1):
+    if chapter.startswith("01") or chapter == BASELINE:
         words = []
     words.append(chapter if chapter == BASELINE else f"{chapter}/train_llm.py")
     words += [*shlex.split(row["args"]), "--max-steps", str(steps)]
@@ -154,13 +135,10 @@ def share(rows: list[dict], devices: int) -> list[list[dict]]:
 
 
 def summarize(metrics: list[dict], warm_up: int) -> dict[str, float]:
-    """Return the medians of the log lines after the warm-up, the last loss, and the drift."""
+    """Return the medians of the log lines after the warm-up, and the last loss."""
     counted = [line for line in metrics if line["step"] > warm_up and "loss" in line]
     keys = [key for key, value in counted[0].items() if isinstance(value, float)]
     values = {key: statistics.median(line[key] for line in counted) for key in keys}
-    speeds = [line["tokens_per_s"] for line in counted]
-    if half := len(speeds) // 2:
-        values["drift"] = statistics.median(speeds[-half:]) / statistics.median(speeds[:half])
     return {**values, "loss": counted[-1]["loss"]}
 
 
@@ -181,7 +159,7 @@ def compare(rows: list[dict]) -> None:
         row["spread"] = [min(speeds), max(speeds)]
         if reference := by_label.get(row.get("against")):
             pairs = zip(row["runs"], reference["runs"], strict=False)
-            ratios = [one[row["compared"]] / two[row["compared"]] for one, two in pairs]
+            ratios = [one["tokens_per_s"] / two["tokens_per_s"] for one, two in pairs]
             if ratios:
                 row["ratio"] = {"median": statistics.median(ratios), "rounds": ratios}
 
