@@ -377,5 +377,3 @@ def test_full_disk(refuse, make, corpora, tmp_path):
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert "could not be written" in sentence and "File too large" in sentence
     make("-d", corpora / "english.json")
-
-
