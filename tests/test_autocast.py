@@ -96,7 +96,8 @@ class Patched(Ladder):
         self.selected = list(self.runs.values())
 
     def on(self, *args: object, chapter: str | None = None, **options: object) -> Run:
-        args = ("-b", 12, "--max-steps", STEPS, "--ckpt-freq", 5, "--keep-checkpoints", 9, *args)
+        few = ("-b", 12, "--max-steps", STEPS, "--warmup-steps", 5, "--lr", 1e-2)
+        args = (*few, "--ckpt-freq", 5, "--keep-checkpoints", 9, *args)
         return Run(chapter or self.patched, 2, args, **options)
 
     def __getitem__(self, name: str) -> Path:

@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.fsdp as fsdp
-import torch.utils.checkpoint
 from helpers import CHAPTERS, ROOT, first_then_nightly, plant, register, write_narrow
 from runner import Ranks
 from torch.distributed.fsdp import FSDPModule
@@ -262,84 +261,38 @@ def test_planted_timeout_that_is_not_heard(check, tmp_path):
 SHARDED = [c for c in CHAPTERS if "fully_shard(" in (ROOT / c / "train_llm.py").read_text()]
 SHARDING_VALUES = [
     *("--no-reshard-after-forward", "--cpu-offload", "--reduce-every-backward"),
-    *("--activation-checkpointing", "full", "-s", LENGTH, "-b", 2, "--global-batch-size", 6),
+    *("-s", LENGTH, "-b", 2, "--global-batch-size", 6),
     *("--tokenizer-name", "gpt2-tiny", "--max-steps", 1, "--param-dtype", "bfloat16"),
 ]
 
 
-@pytest.fixture
-def check_sharding(train, corpus, tmp_path, monkeypatch) -> Callable[[Path | str], None]:
-    """Return a function that trains with a sharding script and compares what it asks FSDP for."""
-    model = write_narrow(tmp_path / "model", "gpt2-tiny", n_layer=3)
-    be_alone(monkeypatch)
-    seen: dict[str, list] = {name: [] for name in ("shard", "sync", "recomputed")}
-    originals = {
-        "shard": fsdp.fully_shard,
-        "recomputed": torch.utils.checkpoint.checkpoint,
-        "sync": FSDPModule.set_requires_gradient_sync,
-    }
-
-    def noting(name: str) -> Callable:
-        def function(*args: object, **options: object) -> object:
-            if torch.is_grad_enabled():  # not in the evaluation
-                seen[name].append((args, options))
-            return originals[name](*args, **options)
-
-        return function
-
-    monkeypatch.setattr(fsdp, "fully_shard", noting("shard"))
-    monkeypatch.setattr(torch.utils.checkpoint, "checkpoint", noting("recomputed"))
-    monkeypatch.setattr(FSDPModule, "set_requires_gradient_sync", noting("sync"))
-
-    def run_and_compare(chapter: Path | str) -> None:
-        reduced = "--reduce-dtype" in (ROOT / chapter / "train_llm.py").read_text()
-        more = ("--reduce-dtype", "float32") if reduced else ()
-        train("-d", corpus, "-m", model, *SHARDING_VALUES, *more, chapter=str(chapter))
-        blocks = [options for _, options in seen["shard"] if "reshard_after_forward" in options]
-        assert len(blocks) == 3 < len(seen["shard"])
-        resharded = [options["reshard_after_forward"] for options in blocks]
-        assert resharded == [False] * 3, f"resharded is {resharded}"
-        for _, options in seen["shard"]:
-            policy = options.get("offload_policy")
-            assert isinstance(policy, fsdp.CPUOffloadPolicy), f"the offload is {policy}"
-            if reduced:
-                dtype = options["mp_policy"].reduce_dtype
-                assert dtype == torch.float32, f"the sums are in {dtype}"
-        synced = [args[1] for args, _ in seen["sync"]]
-        assert synced == [True] * 3, f"the gradients are reduced: {synced}"
-        assert len(seen["recomputed"]) == 3 * 3, "not each block of each pass is recomputed"
-
-    return run_and_compare
-
-
 @pytest.mark.parametrize("chapter", first_then_nightly(reversed(SHARDED)))
-def test_every_flag_of_sharding_is_heard(chapter, check_sharding):
-    check_sharding(chapter)
+def test_every_flag_of_sharding_is_heard(chapter, train, corpus, tmp_path, monkeypatch):
+    """What the script asks FSDP for; test_fsdp.py shows what it gets, and what is recomputed."""
+    be_alone(monkeypatch)
+    asked, synced = [], []
+    shard, sync = fsdp.fully_shard, FSDPModule.set_requires_gradient_sync
 
+    def note_options(module: torch.nn.Module, **options: object) -> torch.nn.Module:
+        asked.append(options)
+        return shard(module, **options)
 
-SHARDING_BUGS = {
-    "reshard": ("=args.reshard_after_forward", "=True", "resharded is"),
-    "offload": (
-        "if args.cpu_offload:\n        sharding",
-        "if False:\n        sharding",
-        "the offload is",
-    ),
-    "reduce dtype": ("args.reduce_dtype or args.param_dtype", "args.param_dtype", "the sums are"),
-    "reduce": ("last_backward or args.reduce_every_backward", "last_backward", "the gradients are"),
-    "recompute": ('args.activation_checkpointing != "none"', "False", "not each block"),
-}
+    def note_sync(module: FSDPModule, wanted: bool) -> None:
+        synced.append(wanted)
+        sync(module, wanted)
 
-
-for right, wrong, _ in SHARDING_BUGS.values():
-    register(SHARDED[-1], [(right, wrong)])
-
-
-@pytest.mark.parametrize("bug", SHARDING_BUGS)
-def test_planted_flag_of_sharding_that_is_not_heard(bug, check_sharding, tmp_path):
-    right, wrong, complaint = SHARDING_BUGS[bug]
-    chapter = plant(SHARDED[-1], tmp_path / "chapter", [(right, wrong)])
-    with pytest.raises(AssertionError, match=f"^{complaint}"):
-        check_sharding(chapter)
+    monkeypatch.setattr(fsdp, "fully_shard", note_options)
+    monkeypatch.setattr(FSDPModule, "set_requires_gradient_sync", note_sync)
+    model = write_narrow(tmp_path / "model", "gpt2-tiny", n_layer=3)
+    reduced = "--reduce-dtype" in (ROOT / chapter / "train_llm.py").read_text()
+    more = ("--reduce-dtype", "float32") if reduced else ()
+    train("-d", corpus, "-m", model, *SHARDING_VALUES, *more, chapter=chapter)
+    assert [options.get("reshard_after_forward") for options in asked] == [False] * 3 + [None]
+    policies = {type(options["offload_policy"]) for options in asked}
+    assert policies == {fsdp.CPUOffloadPolicy}
+    if reduced:
+        assert {options["mp_policy"].reduce_dtype for options in asked} == {torch.float32}
+    assert synced == [True] * 3
 
 
 # --- a flag that is about the ranks ---
