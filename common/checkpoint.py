@@ -228,16 +228,16 @@ def load_checkpoint(
                 f"{ORIGINS.get(name, '')}: give the old value again, or start a new run with "
                 "another -e."
             )
-    if rank == 0:  # before the first checkpoint, which is never without its settings
-        _write_state(run_dir, {**read_state(run_dir), "training": settings})
-    if path is None:
-        return False
-    damaged = gather({0: damaged_file(path)} if rank == 0 else {})[0]
+    damaged = gather({0: path and damaged_file(path)} if rank == 0 else {})[0]
     if damaged:
         raise InputError(
             f"The checkpoint file {damaged} is damaged: delete {path} to resume from an older "
             "checkpoint, or start a new run with another -e."
         )
+    if rank == 0:  # before the first checkpoint, which is never without its settings
+        _write_state(run_dir, {**read_state(run_dir), "training": settings})
+    if path is None:
+        return False
     content = collect_content(model, optimizer, lr_scheduler, state)
     reader = reader_of(path)
     known = reader.read_metadata().state_dict_metadata

@@ -185,7 +185,7 @@ def causal_attention(config: PretrainedConfig) -> str:
     """
     if config.model_type in MODELS_WITHOUT_MASK:
         return "causal_sdpa"
-    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config))
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
     return "sdpa" if model_class is None or model_class._supports_sdpa else "eager"
 
 

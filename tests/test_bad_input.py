@@ -382,14 +382,15 @@ def test_what_may_change(folder, train):
     assert [line["loss"] for line in moved] == pytest.approx(losses, rel=1e-5)
 
 
-def test_a_complete_run_says_so(folder, monkeypatch, capfd):
+def test_a_complete_run_says_so(folder, monkeypatch, caplog):
     monkeypatch.setattr(sys, "argv", [SCRIPT, *fill(folder, *RUN, "--save-dir", "{}")])
-    before = listing(folder)
+    before = listing(folder / "run/checkpoints")
+    caplog.set_level("INFO", logger="train_llm")
     load_script(ROOT / SCRIPT).main()
-    said = capfd.readouterr().err
+    said = caplog.text
     assert "this run is complete: all of its 4 steps are done" in said
     assert f"01-single-gpu/generate.py {folder}/run;" in said and "to resume" not in said
-    assert listing(folder) == before
+    assert listing(folder / "run/checkpoints") == before
 
 
 # --- the whole process ---
@@ -402,7 +403,7 @@ def test_odd_text_is_trained_on(train, tmp_path):
     half = ["half \ud800 of a pair, and more words. " * 20] * 50
     (tmp_path / "half.json").write_text(json.dumps(half))
     for file, length in (("cells.csv", 32), ("half.json", 2)):
-        metrics = train("-d", tmp_path / file, *SMALL, "-s", length, name=file)
+        metrics = train("-d", tmp_path / file, *SMALL, "-s", length, name=f"run-{length}")
         assert metrics[-1]["step"] == 4
 
 

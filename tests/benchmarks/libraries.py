@@ -177,13 +177,12 @@ def main() -> None:
     parser.add_argument("--output", type=Path, help="JSON file to write")
     parser.add_argument("--rounds", type=int, default=3, help="runs of each way")
     parser.add_argument("--steps", type=int, default=200, help="optimizer steps of a run")
-    parser.add_argument("--only", nargs="*", default=list(WAYS), choices=list(WAYS))
     parser.add_argument("--child", nargs=2, help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.child:
         measure(args.child[0], args.steps, float(args.child[1]))
-    runs = {way: [] for way in args.only}
-    for way in args.only * args.rounds:
+    runs = {way: [] for way in WAYS}
+    for way in [*WAYS] * args.rounds:
         command = [sys.executable, __file__, "--steps", str(args.steps), "--child", way]
         done = subprocess.run(
             [*command, str(time.time())],

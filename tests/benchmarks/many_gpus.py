@@ -93,10 +93,7 @@ class Benchmark:
         self.start_time = time.monotonic()
         self.machine = describe_machine()
         self.machine["nccl_environment"] = {k: v for k, v in os.environ.items() if "NCCL" in k}
-        if torch.cuda.is_available():
-            memory = torch.cuda.get_device_properties(0).total_memory
-            self.machine["gpu_memory_gib"] = memory / 2**30
-        self.sequences = 2 if self.machine.get("gpu_memory_gib", 0) > 100 else 1
+        self.sequences = args.sequences
         self.tokens = self.folder / "tokens/edu_fineweb10B"  # train_gpt2.py expects this name
         self.tokens.mkdir(parents=True, exist_ok=True)
         for part, size in (("val", 2**21), ("train", 2**26)):
@@ -107,10 +104,7 @@ class Benchmark:
     # --- rows ---
 
     def row(self, label: str, chapter: str | Path, gpus: int, args: str, **more: object) -> dict:
-        """Return a row for a chapter's script; chapter may also be the path of a changed copy.
-
-        nodes: how many launchers start the ranks. environment: variables for the run.
-        """
+        """Return a row for a chapter's script; chapter may also be the path of a changed copy."""
         script = REPOSITORY / chapter / "train_llm.py"
         more_args = f"-d {self.tokens} -e {file_name(label)} --save-dir {self.folder}/runs"
         more_args += f" --max-steps {NEVER} --eval-freq {NEVER} --ckpt-freq {NEVER}"
@@ -122,8 +116,8 @@ class Benchmark:
         copy = self.folder / diff / chapter
         shutil.rmtree(copy, ignore_errors=True)
         shutil.copytree(REPOSITORY / chapter, copy)
-        content = (REPOSITORY / MIXED / diff).read_bytes()
-        subprocess.run(["git", "apply"], input=content, cwd=self.folder / diff, check=True)
+        command = ["git", "apply", REPOSITORY / MIXED / diff]
+        subprocess.run(command, cwd=self.folder / diff, check=True)
         return copy
 
     def llama_model(self) -> str:
@@ -143,7 +137,7 @@ class Benchmark:
         script = self.folder / "tokens" / f"{file_name(label)}.py"
         script.write_text(text)
         row = {"label": label, "gpus": gpus, "words": [str(script)], "environment": {}}
-        return [row | {"line": NANOGPT_LINE, "where": self.folder / "tokens"}]
+        return [row | {"line": NANOGPT_LINE}]
 
     def titan(self, label: str, precision: str, recompute: str) -> list[dict]:
         if not self.args.torchtitan:
@@ -187,7 +181,7 @@ class Benchmark:
                 launch |= {"NNODES": str(nodes), "HEAD": "localhost:29400"}
             row["environment"] = {**row["environment"], **launch}
             environment |= launch | {"PYTHON": sys.executable}
-            command = ["bash", f"{NODES}/launch_torchrun.sh", *words[1:]]
+            command = ["bash", f"{REPOSITORY}/{NODES}/launch_torchrun.sh", *words[1:]]
         row["command"] = shlex.join(command)
         command[0] = sys.executable if command[0] == "python" else command[0]
         row["processes"] = []
@@ -196,9 +190,9 @@ class Benchmark:
             visible = visible_gpus(first_gpu + node * gpus_per_node, gpus_per_node)
             environment["CUDA_VISIBLE_DEVICES"] = visible
             with (folder / f"log-{node}").open("w") as log:
-                options = {"stdout": log, "stderr": log, "env": environment}
-                where = row.get("where", REPOSITORY)
-                row["processes"].append(subprocess.Popen(command, cwd=where, **options))
+                # train_gpt2.py looks for its tokens in the folder in which it is started.
+                options = {"stdout": log, "stderr": log, "cwd": self.folder / "tokens"}
+                row["processes"].append(subprocess.Popen(command, env=environment, **options))
 
     def lines(self, row: dict) -> list[dict]:
         """Return what a run has logged so far, one dictionary for each logged step."""
@@ -262,7 +256,7 @@ class Benchmark:
     def report(self, row: dict) -> None:
         """Write the result file with this row and all earlier ones, and print the row."""
         self.rows = [*(other for other in self.rows if other is not row), row]
-        internal = ("words", "processes", "seen", "run_folder", "line", "where")
+        internal = ("words", "processes", "seen", "run_folder", "line")
         rows = [{k: v for k, v in each.items() if k not in internal} for each in self.rows]
         results = {"part": self.args.part, "gpus": self.gpus, "seconds": self.seconds()}
         content = {"machine": self.machine, "results": {**results, "rows": rows}}
@@ -309,6 +303,7 @@ class Benchmark:
 
     def meshes(self) -> None:
         n, parallel = self.gpus, self.changed(MIXED, "tensor-parallel.diff")
+        tensor_sizes = [size for size in (2, 4) if size <= n]
         small = "-m llama-tiny-8-heads --log-freq 1"
         exact = {"environment": {"NVIDIA_TF32_OVERRIDE": "0"}}  # float32 for all matmuls
         rows = [
@@ -316,10 +311,10 @@ class Benchmark:
             self.row(f"losses, FSDP on {n}", FSDP, n, small, **exact),
             self.row(f"losses, HSDP 2 x {n // 2}", FSDP, n, f"{small} --hsdp", nodes=2, **exact),
         ]
-        words = f"{small} --precision fp32 --tensor-parallel"
-        for size in (2, 4):
+        for size in tensor_sizes:
             label = f"losses, tensor parallelism {n // size} x {size}"
-            rows.append(self.row(label, parallel, n, f"{words} {size}", **exact))
+            words = f"{small} --precision fp32 --tensor-parallel {size}"
+            rows.append(self.row(label, parallel, n, words, **exact))
         self.measure(rows, 20, 0, share_gpus=True)
         args = f"{self.llama_model()} -s {self.args.seq_length} -b 1 --compile --log-freq 1"
         every = f"{args} --global-batch-size {n} --activation-checkpointing full"
@@ -327,7 +322,7 @@ class Benchmark:
             self.row(f"FSDP on {n}", MIXED, n, every),
             self.row(f"HSDP 2 x {n // 2}", MIXED, n, f"{every} --hsdp", nodes=2),
         ]
-        for size in (2, 4):
+        for size in tensor_sizes:
             words = f"{args} --global-batch-size {n // size} --tensor-parallel {size}"
             label = f"tensor parallelism {n // size} x {size}, no checkpointing"
             rows.append(self.row(label, parallel, n, words))
@@ -445,6 +440,7 @@ def main() -> None:
     add("--batch-size", type=int, default=64, help="sequences per GPU for GPT-2")
     add("--llama", default="llama-3.1-8b", help="preset of the large model")
     add("--seq-length", type=int, default=8192, help="tokens for the large model")
+    add("--sequences", type=int, default=2, help="per GPU for llama; 80 GiB have room for 1")
     add("--nanogpt", type=Path, help="path of build-nanogpt's train_gpt2.py")
     add("--torchtitan", action="store_true", help="measure torchtitan, too")
     add("--save-every", type=int, default=40, help="steps between two saves of the large model")

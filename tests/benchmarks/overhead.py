@@ -9,7 +9,6 @@ chapter.
 """
 
 import argparse
-import importlib.util
 import json
 import os
 import statistics
@@ -28,6 +27,9 @@ from common.data import load_sequences, split_batch
 from common.models import causal_attention, load_config, load_tokenizer
 
 REPOSITORY = Path(__file__).parents[2]
+sys.path.insert(0, str(REPOSITORY / "tests"))
+from runner import load_script  # noqa: E402
+
 WARM_UP = 2  # pairs of segments that are not counted: compilation, first allocations, caches
 
 
@@ -103,11 +105,7 @@ def main() -> None:
     parser.add_argument("chapter_args", nargs="*", help="for the chapter, after --")
     args = parser.parse_args()
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    spec = importlib.util.spec_from_file_location(
-        "chapter", REPOSITORY / args.chapter / "train_llm.py"
-    )
-    chapter = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(chapter)
+    chapter = load_script(REPOSITORY / args.chapter / "train_llm.py")
     steps = args.stride * (args.pairs + WARM_UP + 1)
     command, os.environ["WANDB_MODE"] = sys.argv, "disabled"
     with tempfile.TemporaryDirectory() as folder:

@@ -1,6 +1,7 @@
 """The picture of the front page: five chapters, what each adds, its memory and its speed.
 
-figures.py writes it. Bars are the peak memory of a training step that 04-fsdp/memory.py predicts. Speeds are measured.
+figures.py writes it. Bars are the peak memory of a training step that 04-fsdp/memory.py predicts.
+Speeds are measured.
 """
 
 import functools

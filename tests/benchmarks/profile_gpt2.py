@@ -22,17 +22,6 @@ PRESET = Path(__file__).parents[2] / "common/presets/gpt2"
 AttentionInterface.register("sdpa_causal", sdpa_attention_forward)
 
 
-class LossOf(nn.Module):
-    """A transformers model as a function of the batch that returns the loss alone."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-        return self.model(input_ids=input_ids, labels=labels).loss
-
-
 def build(variant: str) -> nn.Module:
     config = AutoConfig.from_pretrained(PRESET)
     if variant == "handwritten":
@@ -40,12 +29,12 @@ def build(variant: str) -> nn.Module:
     else:
         attention = "sdpa_causal" if "no mask" in variant else "sdpa"
         model = AutoModelForCausalLM.from_config(config, attn_implementation=attention)
-        model = LossOf(model).cuda()
+        model.cuda()
     if "per block" in variant:
-        for block in model.model.transformer.h:
+        for block in model.transformer.h:
             block.compile()
         if "and the loss" in variant:
-            model.model.loss_function = torch.compile(model.model.loss_function)
+            model.loss_function = torch.compile(model.loss_function)
     else:
         model.compile()
     return model
@@ -61,7 +50,8 @@ class Trainer:
 
     def step(self, tokens: torch.Tensor) -> None:
         with torch.autocast("cuda", torch.bfloat16):
-            loss = self.model(tokens, tokens)
+            loss = self.model(input_ids=tokens, labels=tokens)
+            loss = loss if isinstance(loss, torch.Tensor) else loss.loss
         loss.backward()
         nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
         self.optimizer.step()

@@ -13,8 +13,8 @@ buckets, which are rebuilt after the first backward pass.
     nodes-gpu     chapters 2 and 3 on 4 GPUs in TF32
     ddp-cpu       chapters 1 and 2 on two cores
 
-fsdp.py measures the 8B model. overhead.py compares a chapter's step with a loop that trains the same
-model in the same process. many_gpus.py measures bfloat16 on several GPUs.
+fsdp.py measures the 8B model, and many_gpus.py measures bfloat16 on several GPUs. overhead.py
+compares a chapter's step with a loop that trains the same model in the same process.
 """
 
 import argparse

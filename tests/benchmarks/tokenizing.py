@@ -87,7 +87,6 @@ def main() -> None:
     parser.add_argument("--megabytes", type=int, default=500, help="size of the corpus")
     parser.add_argument("--cores", type=int, nargs="+", default=[1, 2], help="to measure with")
     parser.add_argument("--rounds", type=int, default=3, help="measurements of each kind")
-    parser.add_argument("--ways", nargs="+", default=WAYS, choices=WAYS, help="to measure")
     parser.add_argument("--one", nargs=3, help="way, corpus, folder: one measurement (internal)")
     args = parser.parse_args()
     if args.one:
@@ -100,7 +99,7 @@ def main() -> None:
         write_corpus(corpus, args.megabytes)
         for cores in args.cores:
             os.sched_setaffinity(0, range(cores))
-            found = {way: [] for way in args.ways}
+            found = {way: [] for way in WAYS}
             for number in range(args.rounds):
                 for way in found:
                     target = Path(folder) / f"{way}-{cores}-{number}"
@@ -114,11 +113,10 @@ def main() -> None:
                     row[f"{way}_{key}"] = round(statistics.median(r[key] for r in runs), 3)
                 for key in ("peak_gib", "peak_without_files_gib"):
                     row[f"{way}_{key}"] = round(max(r[key] for r in runs), 2)
-            if len(found) == len(WAYS):
-                ours, alone = (row[f"{way}_mb_per_s"] for way in ("pack_documents", "library"))
-                row["share"] = round(ours / alone, 3)
-                ours, alone = (row[f"{way}_cpu_s_per_mb"] for way in ("pack_documents", "library"))
-                row["share_by_cpu"] = round(alone / ours, 3)
+            ours, alone = (row[f"{way}_mb_per_s"] for way in ("pack_documents", "library"))
+            row["share"] = round(ours / alone, 3)
+            ours, alone = (row[f"{way}_cpu_s_per_mb"] for way in ("pack_documents", "library"))
+            row["share_by_cpu"] = round(alone / ours, 3)
     print(json.dumps(results, indent=1))
     if args.output:
         write_result(args.output, results)
