@@ -50,7 +50,7 @@ def save_folder(folder: Path, preset: str, dtype: torch.dtype = torch.float32) -
     model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder)).to(dtype)
     model.save_pretrained(folder, max_shard_size="100KB")
     models.load_tokenizer(preset).save_pretrained(folder)
-    assert len(list(folder.glob("*.safetensors"))) >= 3 and (folder / INDEX).exists()
+    assert len(list(folder.glob("*.safetensors"))) >= 2 and (folder / INDEX).exists()
     return folder
 
 
