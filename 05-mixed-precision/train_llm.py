@@ -194,22 +194,17 @@ def main() -> None:
     # Allocate the shards. Then rank 0 broadcasts the weights, one tensor after the other, and each
     # rank keeps its part. Buffers are not sharded, and some are in no state dict (rotary tables).
     model.to_empty(device=shard_device)
-    set_model_state_dict(
-        model,
-        full_model.state_dict() if rank == 0 else {},
-        options=StateDictOptions(
-            full_state_dict=True,
-            broadcast_from_rank0=True,
-            cpu_offload=args.cpu_offload,
-        ),
-    )
+    weights = full_model.state_dict() if rank == 0 else {}
+    broadcast = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    broadcast.cpu_offload = args.cpu_offload
+    set_model_state_dict(model, weights, options=broadcast)
     for name, buffer in list(model.named_buffers()):
         *path, last = name.split(".")
         source = full_model.get_buffer(name) if rank == 0 else buffer
         buffer = source.to(device, copy=True)
         dist.broadcast(buffer, src=0)
         setattr(model.get_submodule(".".join(path)), last, buffer)
-    del full_model  # the only copy of the whole model
+    del weights, full_model  # the only copy of the whole model
     if args.compile:
         for layer in layers:  # forward only, so FSDP's hooks stay outside of the compiled code
             layer.forward = torch.compile(layer.forward)
