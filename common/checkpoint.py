@@ -306,7 +306,7 @@ def check_finite(
     """
     values = {"loss": loss, "gradient norm": loss if grad_norm is None else grad_norm}
     if bad := [f"the {name} is {v.item()}" for name, v in values.items() if not v.isfinite()]:
-        saved = read_state(run_dir).get("step")
+        saved = max(complete_checkpoints(run_dir), default=None)
         kept = f"the checkpoint of step {saved} is kept" if saved else "nothing was saved"
         raise InputError(
             f"The training has diverged: at step {step} {' and '.join(bad)}; {kept}. Start a new "
@@ -352,7 +352,7 @@ def _try(folder: Path, action: Callable[[], object], ranks: tuple[int, ...] | No
         try:
             action()
         except (Exception, CheckpointException) as error:
-            failures[rank] = _reason_of(error)
+            failures[rank] = reason_of(error)
     if failures := gather(failures):
         with contextlib.suppress(Exception):  # the next save tries again
             if rank == 0 and not is_complete(folder):
@@ -398,7 +398,7 @@ def read_state(run_dir: Path) -> dict:
         if state["format"] not in (1, FORMAT):
             raise ValueError(f"format {state['format']}, not {FORMAT}")
         return state
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return {}
     except (ValueError, KeyError, TypeError) as error:
         raise InputError(f"{file} is damaged ({error!r}): give another -e.") from error
@@ -448,8 +448,8 @@ def writer_of(path: Path) -> dcp.StorageWriter:
     return FsspecWriter(str(path), sync_files=False, **path.storage_options)
 
 
-def _reason_of(error: BaseException) -> str:
-    """Return why a save failed. Ctrl-C on any rank is raised again."""
+def reason_of(error: BaseException) -> str:
+    """Return why a checkpoint's files failed. Ctrl-C on any rank is raised again."""
     if isinstance(error, CheckpointException):
         error = next(iter(error.failures.values()))[0]
     if not isinstance(error, Exception):

@@ -17,6 +17,7 @@ from common.checkpoint import (
     describe_model,
     read_state,
     reader_of,
+    reason_of,
 )
 from common.cli import InputError
 from common.storage import explain_store_errors
@@ -87,8 +88,8 @@ def load_model(
         dcp.load({"model": weights}, storage_reader=reader_of(saved.path), no_dist=True)
     except (CheckpointException, FileNotFoundError) as error:
         raise InputError(
-            f"The checkpoint {saved.path} cannot be read: if the run has deleted it meanwhile, "
-            "start the same command again."
+            f"The checkpoint {saved.path} cannot be read ({reason_of(error)}): if the run has "
+            "deleted it meanwhile, start the same command again."
         ) from error
     named = f"(model {model_name}, tokenizer {tokenizer_name}{note})"
     return model, weights, tokenizer, f"step {saved.step} of {saved.run} {named}"

@@ -9,6 +9,7 @@ from helpers import newest_step, plant, random_texts, read_metrics, register
 from runner import Ranks, finish, start
 from torch import nn
 
+from common.checkpoint import complete_checkpoints
 from common.gradients import clip_grad_norm
 
 LOG, SAVE, STEPS = 4, 8, 16
@@ -81,7 +82,7 @@ def assert_stopped(folder: Path, statuses: list[int], noticed: int, kept: int | 
     assert (f"the checkpoint of step {kept} is kept" if kept else "nothing was saved") in said
     assert "Traceback" not in said and "-e run" in said.splitlines()[-1]
     if kept:
-        assert newest_step(folder / "run") == kept
+        assert max(complete_checkpoints(folder / "run")) == kept
         assert all(line["loss"] is not None for line in read_metrics(folder / "run"))
     else:
         assert newest_step(folder / "run") == 0

@@ -321,7 +321,7 @@ def test_what_stops_the_reading(runs, refuse, export, tmp_path, monkeypatch):
     shutil.copytree(runs / "gpt2", run)
     monkeypatch.setattr(trained, "damaged_file", lambda path: None)
     next(run.glob("checkpoints/step-00000004/*.distcp")).unlink()
-    assert "cannot be read: if the run has deleted it" in refuse(run, target)
+    assert "cannot be read ([Errno 2] No such file or directory" in refuse(run, target)
 
     def interrupt(*_: object) -> None:
         raise KeyboardInterrupt

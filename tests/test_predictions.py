@@ -80,7 +80,7 @@ def test_compiled_gpt2_holds_what_was_predicted():
             assert each["median"]["peak_mem_gib"] == pytest.approx(expected, rel=0.01)
 
 
-@pytest.mark.ci
+@pytest.mark.nightly
 def test_the_file_of_predictions_is_what_memory_py_says():
     assert predictions.predict_all() == predicted(), STALE
 
