@@ -112,7 +112,7 @@ def test_planted_bug_is_noticed(tmp_path, bug):
         assert_stopped(tmp_path, statuses, noticed, kept)
 
 
-@pytest.mark.ci
+@pytest.mark.nightly
 def test_a_step_that_the_scaler_skips_is_no_divergence(tmp_path):
     """With float16, an infinite gradient in the step of a checkpoint stops nothing."""
     bug = [bad_gradient(8)]
