@@ -11,7 +11,15 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
-from helpers import CHAPTERS, EVALUATED_LITTLE, ROOT, launch_file, read_metrics, replace_in
+from helpers import (
+    CHAPTERS,
+    EVALUATED_LITTLE,
+    ROOT,
+    environment,
+    launch_file,
+    read_metrics,
+    replace_in,
+)
 
 from common.distributed import plan
 
@@ -45,8 +53,8 @@ def cut_off(tmp_path):
     connections = tmp_path / "connections"
     # HF_HUB_OFFLINE is what a test before this one may have found out in this process.
     unset = ("WANDB_MODE", "HF_HOME", "HF_HUB_OFFLINE", "OMP_NUM_THREADS")
-    environment = {key: value for key, value in os.environ.items() if key not in unset}
-    environment |= {
+    variables = {key: value for key, value in environment().items() if key not in unset}
+    variables |= {
         "PYTHONPATH": str(tmp_path / "hooks"),
         "CONNECTIONS_FILE": str(connections),
         "HOME": str(tmp_path),
@@ -58,7 +66,7 @@ def cut_off(tmp_path):
         done = subprocess.run(
             [*enter, "sh", "-c", script, "sh", *map(str, command)],
             cwd=cwd,
-            env=environment,
+            env=variables,
             capture_output=True,
             text=True,
             timeout=600,

@@ -31,7 +31,7 @@ CORPUS = ("-d", "/run/corpus.json")  # each node of the cluster has a /run
 HOST = socket.gethostname()
 preflight = load_script(SCRIPT)
 network = sys.modules["checks.network"]
-CHANGED = "common/checkpoint/save_load.py"
+CHANGED = "common/checkpoint.py"
 
 
 # --- what is computed ---
