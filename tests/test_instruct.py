@@ -298,6 +298,7 @@ def test_attention_does_not_cross_conversations(preset, tokenizer):
     config = models.load_config(preset)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
+    model.set_attn_implementation("sdpa")  # as the diff does
     encoded = [encode(as_messages(*pair), tokenizer) for pair in questions(6)]
     rows = pack(encoded, 128)
     batch = Conversations(rows, "", 1.0)[0]
