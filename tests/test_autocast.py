@@ -31,8 +31,8 @@ DIFFS = [ROOT / FSDP / f"autocast-{chapter[:2]}.diff" for chapter in CHAPTERS[:3
 STEPS, MIDDLE, OVERFLOW = 20, 10, 2
 FIRST_SCALE, LARGE_SCALE = 2.0**16, 2.0**22  # the first is GradScaler's own
 # How far a loss, a gradient norm and an evaluation's loss may be from float32's, relative. Measured
-# on a CPU: 3e-4 and 5e-3 in bf16, 6e-5, 8e-3 and 5e-4 in fp16; 7e-5 where a run goes on in chapter 5. The
-# norm of this narrow model is small when the loss has fallen, so it differs more than the loss.
+# on a CPU: 3e-4 and 5e-3 in bf16, 6e-5, 8e-3 and 5e-4 in fp16; 7e-5 where a run goes on in chapter
+# 5. This narrow model's norm is small when the loss has fallen, so it differs more than the loss.
 BANDS = {"bf16": (1e-3, 2e-2, 1e-3), "fp16": (3e-4, 2e-2, 1e-3)}
 # The gradients of rank 1 are inf in one step.
 SCALE = "scaler.scale(loss"
