@@ -215,7 +215,8 @@ def load_checkpoint(
     path = next(reversed(complete_checkpoints(run_dir).values()), None)
     remedy = "its view of the folder is out of date, so start again"
     check_agreement({"newest checkpoint": path and path.name}, remedy)
-    saved = read_state(run_dir).get("training")
+    recorded = read_state(run_dir)
+    saved = recorded.get("training")
     if saved is None and (path is not None or (run_dir / "best").exists()):
         raise InputError(
             f"{run_dir} has no state.json that describes a run like this: give another -e."
@@ -235,7 +236,7 @@ def load_checkpoint(
             "checkpoint, or start a new run with another -e."
         )
     if rank == 0:  # before the first checkpoint, which is never without its settings
-        _write_state(run_dir, {**read_state(run_dir), "training": settings})
+        _write_state(run_dir, {**recorded, "training": settings})
     if path is None:
         return False
     content = collect_content(model, optimizer, lr_scheduler, state)

@@ -194,12 +194,12 @@ ask_for_another()
 @pytest.mark.ci
 def test_a_hub_that_answers_is_asked(hub, tmp_path):
     """For a model that it has, and for one that it has not."""
-    environment = {key: value for key, value in os.environ.items() if key != "HF_HUB_OFFLINE"}
-    environment |= {"HF_ENDPOINT": hub, "HF_HOME": str(tmp_path), "NO_PROXY": "127.0.0.1"}
+    variables = {key: value for key, value in os.environ.items() if key != "HF_HUB_OFFLINE"}
+    variables |= {"HF_ENDPOINT": hub, "HF_HOME": str(tmp_path), "NO_PROXY": "127.0.0.1"}
     done = subprocess.run(
         [sys.executable, "-c", ASK],
         cwd=ROOT,
-        env=environment,
+        env=variables,
         capture_output=True,
         text=True,
         timeout=300,

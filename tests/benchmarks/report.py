@@ -22,7 +22,6 @@ import jinja2
 REPOSITORY = Path(__file__).parents[2]
 RESULTS = "tests/benchmarks/results"
 GIB = 2**30
-MAKE_TRAIN = "01-single-gpu/recorded/make-train.metrics.jsonl"
 STATES = ("weights", "gradients", "moments")
 
 
