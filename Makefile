@@ -37,7 +37,7 @@ lint: .venv/.test
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/codespell
-	$(BIN)/shellcheck .ci/run [0-9]*/*.sh [0-9]*/*.sbatch
+	$(BIN)/shellcheck -x -P SCRIPTDIR .ci/run [0-9]*/*.sh [0-9]*/*.sbatch common/*.sh
 
 format: .venv/.test
 	$(BIN)/ruff check --fix .

@@ -20,9 +20,10 @@ import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
-from common import cli, distributed, models
-from common.cli import InputError, at_least
+from common import cli, launch, models
+from common.cli import RunError, at_least
 from common.data import IGNORED, load_sequences
+from common.shards import find_shards
 
 from trained_model import load_trained
 
@@ -50,7 +51,7 @@ def main() -> None:
     args = get_args()
 
     # --- setup ---
-    distributed.prepare_environment()  # also runs as a single process, without torchrun
+    launch.prepare_environment()  # also runs as a single process, without torchrun
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     cuda = torch.cuda.is_available()
     device = torch.device(f"cuda:{os.environ['LOCAL_RANK']}" if cuda else "cpu")
@@ -62,10 +63,9 @@ def main() -> None:
     # --- model ---
     trained = load_trained(args.trained, args.model_name, args.tokenizer_name, args.step)
     model, tokenizer = trained.model.to(device), trained.tokenizer
-    seq_length = args.seq_length or trained.seq_length
-    seq_length = models.check_sizes(model.config, tokenizer, seq_length)
+    seq_length = models.sequence_length(model.config, args.seq_length or trained.seq_length)
     if (stride := args.stride or seq_length) > seq_length:
-        raise InputError(f"--stride {stride} would leave out tokens: give at most {seq_length}.")
+        raise RunError(f"--stride {stride} would leave out tokens: give at most {seq_length}.")
 
     # --- text ---
     note, own = "", trained.sources
@@ -81,13 +81,10 @@ def main() -> None:
     chosen = {"train": [train], "evaluation": [evaluation], "all": [train, evaluation]}[args.split]
     streams, n_bytes = [], 0
     for part in chosen:
-        for file in getattr(part.tokens, "parts", [part.tokens]):  # of ready-made tokens, one each
-            # A file holds all tokens, but this map of it only full sequences.
-            count = (Path(file.filename).stat().st_size - file.offset) // file.dtype.itemsize
-            streams.append(np.memmap(file.filename, file.dtype, "r", file.offset, (count,)))
-            n_bytes += count / part.tokens_per_byte
+        streams += part.streams
+        n_bytes += sum(map(len, part.streams)) / part.tokens_per_byte
     n_tokens, n_bytes = sum(map(len, streams)), round(n_bytes)
-    if hasattr(train.tokens, "parts"):
+    if find_shards(args.dataset_name):
         note += "; the number of bytes is an estimate, because its text is unknown"
     # GPT-2 has no unknown token. Its unk_token is the end-of-text token.
     unknown = {tokenizer.unk_token_id} - {None, tokenizer.eos_token_id}
@@ -106,7 +103,7 @@ def main() -> None:
         backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
         dist.init_process_group(backend, device_id=device if cuda else None)
         inputs = {"model": trained.origin, "text": [part.digest for part in chosen]}
-        distributed.check_agreement(inputs, "give --step, and the same data on all nodes")
+        launch.check_agreement(inputs, "give --step, and the same data on all nodes")
         dist.all_reduce(total)  # ranks may have different numbers of tokens, so sum before dividing
         dist.barrier()  # a rank that exits early would look like a failure to the other ranks
         dist.destroy_process_group()
@@ -144,7 +141,7 @@ def find_windows(n_tokens: int, seq_length: int, stride: int) -> tuple[np.ndarra
     text is not scored, and the last window is moved back so that it is full.
     """
     begins = np.arange(0, n_tokens - seq_length + 1, stride)
-    if stride < seq_length and begins[-1] + seq_length < n_tokens:
+    if stride < seq_length and len(begins) and begins[-1] + seq_length < n_tokens:
         begins = np.append(begins, n_tokens - seq_length)
     return begins, np.maximum(np.append(0, begins[:-1] + seq_length), begins + 1)
 
@@ -176,4 +173,4 @@ def score(model: PreTrainedModel, input_ids: torch.Tensor, labels: torch.Tensor)
 
 
 if __name__ == "__main__":
-    distributed.run(main)
+    launch.run(main)

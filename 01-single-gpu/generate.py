@@ -13,9 +13,8 @@ from pathlib import Path
 import torch
 from transformers import GenerationConfig
 
-from common import cli, distributed
-from common.cli import InputError, above_zero, at_least, share
-from common.models import render_chat
+from common import cli, launch
+from common.cli import RunError, at_least
 
 from trained_model import TrainedModel, load_trained
 
@@ -40,8 +39,10 @@ def get_args() -> argparse.Namespace:
     add = parser.add_argument_group("sampling").add_argument
     add("--temperature", default=0.7, type=at_least(0.0), help="divide logits by this; 0: greedy")
     add("--top-k", default=40, type=at_least(0), help="most likely tokens to sample from; 0: all")
+    share = at_least(1e-6, 1.0)
     add("--top-p", default=1.0, type=share, help="total probability of these tokens; 1: all")
-    add("--repetition-penalty", default=1.0, type=above_zero, help="for repeated tokens; 1: none")
+    penalty = at_least(1e-6)
+    add("--repetition-penalty", default=1.0, type=penalty, help="for repeated tokens; 1: none")
     add("--seed", default=0, type=at_least(0), help="seed for sampling")
     add("--no-cache", action="store_true", help="recompute the keys and values for each token")
     return parser.parse_args()
@@ -51,13 +52,18 @@ def main() -> None:
     args = get_args()
     greedy = args.temperature == 0
     if greedy and args.num_samples > 1:
-        raise InputError("--temperature 0 always gives the same text: give --num-samples 1.")
+        raise RunError("--temperature 0 always gives the same text: give --num-samples 1.")
     cli.check_output(args.output)
 
     # --- model ---
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     trained = load_trained(args.trained, args.model_name, args.tokenizer_name, args.step)
     model, tokenizer = trained.model.to(device), trained.tokenizer
+    if args.chat and not tokenizer.chat_template:
+        raise RunError(
+            f"{tokenizer.name_or_path} has no chat template: leave out --chat, or give "
+            "--tokenizer-name a folder with a tokenizer and a chat_template.jinja."
+        )
     if model.config._attn_implementation == "causal_sdpa":  # which ignores the padding mask
         model.set_attn_implementation("sdpa")
     # This replaces the generation settings of a model folder.
@@ -90,7 +96,7 @@ def main() -> None:
                 if len(prompts) * args.num_samples > 1:
                     print(f"--- sample {sample['sample']} of {sample['prompt']!r}")
                 print(sample["text"], flush=True)  # a pipe would buffer it otherwise
-        except InputError as error:
+        except RunError as error:
             if not at_terminal:
                 raise
             print(error, file=sys.stderr)  # the user can type another prompt
@@ -104,7 +110,7 @@ def read_prompts(args: argparse.Namespace) -> Iterator[list[str]]:
         try:
             yield args.prompts.read_text(encoding="utf-8-sig").removesuffix("\n").split("\n")
         except (OSError, UnicodeDecodeError) as error:
-            raise InputError(
+            raise RunError(
                 f"--prompts {args.prompts} cannot be read ({error}): give a UTF-8 text file."
             ) from error
     else:
@@ -112,7 +118,7 @@ def read_prompts(args: argparse.Namespace) -> Iterator[list[str]]:
 
 
 def answer(prompts: list[str], trained: TrainedModel, args: argparse.Namespace) -> Iterator[dict]:
-    """Yield a record of each generated text. Raises InputError for a prompt that is too long."""
+    """Yield a record of each generated text. Raises RunError for a prompt that is too long."""
     model, tokenizer, end = trained.model, trained.tokenizer, trained.tokenizer.eos_token_id
     positions = getattr(model.config, "max_position_embeddings", None) or 2**31
     rows = []
@@ -120,12 +126,14 @@ def answer(prompts: list[str], trained: TrainedModel, args: argparse.Namespace) 
         text = prompt.encode(errors="replace").decode()  # bytes that are not UTF-8
         if args.chat:
             messages = [{"role": "user", "content": text}]
-            text = render_chat(tokenizer, messages, add_generation_prompt=True)
+            text = tokenizer.apply_chat_template(
+                messages, tokenize=False, add_generation_prompt=True
+            )
         # An empty prompt starts a new document: in training, one follows each end-of-text token.
         ids = tokenizer(text, add_special_tokens=False)["input_ids"] or [end]
         if (room := positions - len(ids)) < args.max_new_tokens:
             remedy = f"give --max-new-tokens {room} or less" if room > 0 else "shorten the prompt"
-            raise InputError(
+            raise RunError(
                 f"The prompt {prompt[:30]!r} has {len(ids)} tokens and the model has {positions} "
                 f"positions: {remedy}."
             )
@@ -161,4 +169,4 @@ def pad(rows: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:
 if __name__ == "__main__":
     signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # exit silently if the reader of a pipe stops
     sys.stdin.reconfigure(errors="replace")
-    distributed.run(main)
+    launch.run(main)

@@ -13,7 +13,7 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, set_seed
 
-from common import cli, distributed, models
+from common import cli, launch, models
 from common.checkpoint import (
     check_finite,
     fixed_settings,
@@ -21,7 +21,7 @@ from common.checkpoint import (
     save_checkpoint,
 )
 from common.cli import at_least
-from common.data import ResumableSampler, describe_batch, load_sequences, split_batch
+from common.data import ResumableSampler, load_sequences, split_batch
 from common.gradients import clip_grad_norm
 from common.timers import PhaseTimers, flops_per_token
 from common.tracker import Tracker, make_run_dir
@@ -51,10 +51,20 @@ def get_args() -> argparse.Namespace:
     add("-b", "--batch-size", default=8, type=at_least(1), help="limit per device and micro-batch")
     add("--global-batch-size", default=24, type=at_least(1), help="sequences per step, all devices")
     add("--lr", type=at_least(0.0), help="peak (default: 1 / model width, or 5e-5 if pretrained)")
-    add("--beta1", default=0.8, type=cli.decay, help="decay of AdamW's mean of the gradients")
+    add(
+        "--beta1",
+        default=0.8,
+        type=at_least(0.0, 0.999),
+        help="decay of AdamW's mean of the gradients",
+    )
     add("--warmup-steps", type=at_least(0), help="steps (default: a quarter of all, <= 100)")
     add("--weight-decay", default=0.1, type=at_least(0.0), help="AdamW's weight decay")
-    add("--max-grad-norm", default=1.0, type=cli.above_zero, help="clip above this; inf: never")
+    add(
+        "--max-grad-norm",
+        default=1.0,
+        type=at_least(1e-6, math.inf),
+        help="clip above this; inf: never",
+    )
     add("--num-epochs", default=0.6, type=at_least(0.0), help="passes over the data")
     add("--max-steps", type=at_least(1), help="number of steps; overrides --num-epochs")
     add = parser.add_argument_group("every N steps").add_argument
@@ -79,19 +89,14 @@ def main() -> None:
     rank = 0
     world_size = 1
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    logging.basicConfig(
-        level=logging.INFO,
-        format="[%(asctime)s] %(message)s",
-        handlers=[cli.ProgressHandler()],
-    )
     # GPUs multiply float32 matrices in TF32: the range of float32, about 3 decimal digits.
     torch.set_float32_matmul_precision("high" if device.type == "cuda" else "highest")
-    logger.info(cli.describe_run(args, device))
+    cli.start_log(args, device)
 
     # --- model ---
-    config = models.load_config(args.model_name)  # sizes only, no weights
     tokenizer = models.load_tokenizer(args.tokenizer_name or args.model_name)
-    seq_length = models.check_sizes(config, tokenizer, args.seq_length)
+    config = models.load_config(args.model_name, tokenizer)  # sizes only, no weights
+    seq_length = models.sequence_length(config, args.seq_length)
     torch.manual_seed(args.seed)
     # Weights are drawn on the CPU in float32, so every kind of device starts from the same model.
     if args.pretrained:
@@ -158,7 +163,7 @@ def main() -> None:
     lr_scheduler = LambdaLR(optimizer, lr_factor)
 
     # --- resume ---
-    run_dir = make_run_dir(args.save_dir, distributed.experiment_name(args), rank)
+    run_dir = make_run_dir(args)  # logs its path, and how to resume the run
     set_seed(args.seed + rank)  # Python's, NumPy's and PyTorch's RNGs, for dropout
     # Saved with the weights, the optimizer and the schedule: all that the next step depends on.
     state = {"step": 0}
@@ -167,14 +172,19 @@ def main() -> None:
     if load_checkpoint(run_dir, model, optimizer, lr_scheduler, state, settings):
         logger.info(f"resumed after step {state['step']} of {total_steps}")
     if state["step"] == total_steps:
-        logger.info(distributed.describe_complete_run(run_dir, total_steps))
+        logger.info(
+            "all steps of this run are done; to train longer, start a new run: give another -e"
+        )
         return
-    logger.info(f"the run's folder is {run_dir}; {distributed.resume_command(run_dir.name)}")
 
     # --- train ---
-    logger.info(describe_batch(micro_batch_size, world_size, accumulation, seq_length))
-    tracker = Tracker(run_dir, {**vars(args), **settings}, state["step"], rank)
-    progress_bar = cli.progress_bar(total_steps, state["step"], rank)
+    tokens_per_step = args.global_batch_size * seq_length
+    logger.info(
+        f"each step: {micro_batch_size} sequences x world size {world_size} x accumulation "
+        f"{accumulation} = {args.global_batch_size} sequences = {tokens_per_step} tokens"
+    )
+    tracker = Tracker(run_dir, {**vars(args), **settings}, state["step"])
+    progress_bar = cli.progress("training", total=total_steps, initial=state["step"])
     token_flops = flops_per_token(model, config, seq_length)
     timers = PhaseTimers(device)
     logged_step = state["step"]
@@ -225,7 +235,7 @@ def main() -> None:
                 "loss": running_loss.item() / (state["step"] - logged_step),
                 "lr": step_lr,
                 "grad_norm": grad_norm.item(),
-                **timers.read(args.global_batch_size * seq_length, world_size, token_flops),
+                **timers.read(tokens_per_step, world_size, token_flops),
             }
             logged_step = state["step"]
             running_loss.zero_()
@@ -234,8 +244,7 @@ def main() -> None:
             with timers("evaluate"):
                 metrics |= evaluate(model, eval_dataloader, device, eval_data.tokens_per_byte)
         if len(metrics) > 1:
-            tracker.log(metrics)
-            cli.show_metrics(logger, progress_bar, metrics)
+            tracker.log(metrics)  # to metrics.jsonl, wandb and the log
         if state["step"] % args.ckpt_freq == 0 or last:
             with timers("save"):  # if the process is killed here, the previous checkpoint is valid
                 save_checkpoint(
@@ -243,8 +252,9 @@ def main() -> None:
                 )
     progress_bar.close()
     tracker.finish()
-    sample = models.sample_text(model, tokenizer, device, args.dataset_name, seq_length, args.seed)
-    logger.info(distributed.final_report(run_dir, metrics, *sample))
+    text = models.sample_text(model, tokenizer, device, args.dataset_name, seq_length, args.seed)
+    logger.info(f"a sample of the model:\n\n{text}\n\nthe run's folder is {run_dir}")
+    logger.info(f"to generate text with it: python 01-single-gpu/generate.py {run_dir}")
 
 
 @torch.no_grad()
@@ -252,7 +262,7 @@ def evaluate(model, dataloader: DataLoader, device: torch.device, tokens_per_byt
     """Return the loss in nats per token, the perplexity and the bits per byte of all tokens."""
     model.eval()  # turns dropout off
     total = torch.zeros(2, dtype=torch.float64, device=device)  # sum of losses, number of tokens
-    for batch in cli.progress(dataloader, "evaluation"):
+    for batch in cli.progress("evaluation", dataloader):
         batch = {key: t.to(device, non_blocking=True) for key, t in batch.items()}
         n_tokens = (batch["labels"][:, 1:] != -100).sum()  # padding has the label -100
         loss_sum = torch.where(n_tokens > 0, model(**batch).loss * n_tokens, 0)
@@ -267,4 +277,4 @@ def evaluate(model, dataloader: DataLoader, device: torch.device, tokens_per_byt
 
 
 if __name__ == "__main__":
-    distributed.run(main)
+    launch.run(main)

@@ -9,22 +9,17 @@ import shutil
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, processors, trainers
 from transformers import PreTrainedTokenizerFast
 
-from common import cli, distributed
-from common.cli import InputError, at_least
-from common.data.sources import find_source
-
-if TYPE_CHECKING:
-    import datasets
+from common import cli, launch
+from common.cli import RunError, at_least
+from common.documents import find_documents, read_documents
 
 END_OF_TEXT = "<|endoftext|>"  # ends each document; its id is 0
 UNKNOWN = "<|unknown|>"  # replaces words and characters that are not in the vocabulary
 N_BYTES = 256
-DOCUMENTS_PER_BATCH = 32
 # A word includes the space before it, so that decoding restores the spaces. Scripts that write no
 # spaces are split into characters.
 NO_SPACES = r"\p{Han}\p{Hiragana}\p{Katakana}"
@@ -50,28 +45,32 @@ def main() -> None:
     args = get_args()
     target = args.target
     if target.exists():
-        raise InputError(f"{target} already exists: give another folder, or delete it.")
+        raise RunError(f"{target} already exists: give another folder, or delete it.")
     if args.kind == "bpe" and args.vocab_size <= N_BYTES:
-        raise InputError(
+        raise RunError(
             f"--vocab-size {args.vocab_size} is too small for the {N_BYTES} bytes and the "
             f"end-of-text token: give at least {N_BYTES + 1}."
         )
 
-    source = find_source(args.dataset_name, args.dataset_subset, args.text_column)
-    parts = dict(zip(("training", "evaluation"), source.load(), strict=True))
-    sizes = {part: sum(map(len, texts(documents))) for part, documents in parts.items()}
+    source = find_documents(args.dataset_name, args.dataset_subset, args.text_column)
+    documents = source.load()
+    sizes = {
+        part: sum(map(len, read_documents(documents, held_out)))
+        for part, held_out in (("training", False), ("evaluation", True))
+    }
     for part, size in sizes.items():
         if not size:
-            raise InputError(f"The {part} part of {args.dataset_name} is empty: give more text.")
-    tokenizer = train(args.kind, args.vocab_size, args.min_frequency, parts["training"])
-    counts = measure(tokenizer, parts["evaluation"])
+            raise RunError(f"The {part} part of {args.dataset_name} is empty: give more text.")
+    texts = read_documents(documents, held_out=False)
+    tokenizer = train(args.kind, args.vocab_size, args.min_frequency, texts)
+    counts = measure(tokenizer, read_documents(documents, held_out=True))
 
     try:
         tokenizer.save_pretrained(target)
     except Exception as error:  # the tokenizers library raises it, for example on a full disk
         shutil.rmtree(target, ignore_errors=True)
         reason = getattr(error, "strerror", None) or error
-        raise InputError(
+        raise RunError(
             f"{target} could not be written ({reason}): make room, or give another folder."
         ) from error
     known_tokens = 1 - counts["unknown tokens"] / counts["tokens"]
@@ -94,16 +93,10 @@ def main() -> None:
     )
 
 
-def texts(documents: "datasets.Dataset") -> Iterator[str]:
-    """Yield the documents, with only a few of them in memory at a time."""
-    for batch in documents.iter(DOCUMENTS_PER_BATCH):
-        yield from batch["text"]
-
-
 def train(
-    kind: str, vocab_size: int, min_frequency: int, documents: "datasets.Dataset"
+    kind: str, vocab_size: int, min_frequency: int, texts: Iterator[str]
 ) -> PreTrainedTokenizerFast:
-    """Return a tokenizer with at most vocab_size tokens; the same documents give the same one.
+    """Return a tokenizer with at most vocab_size tokens; the same texts give the same one.
 
     min_frequency: how often a word, a character, or a pair that BPE merges must occur to become a
     token (BPE: https://arxiv.org/abs/1508.07909).
@@ -127,15 +120,15 @@ def train(
         tokenizer.decoder = decoders.Fuse()  # the default puts spaces between tokens
         trainer = trainers.WordLevelTrainer(special_tokens=[END_OF_TEXT, UNKNOWN], **common)
         special["unk_token"] = UNKNOWN
-    tokenizer.train_from_iterator(texts(documents), trainer)
+    tokenizer.train_from_iterator(texts, trainer)
     options = {"tokenizer_object": tokenizer, "clean_up_tokenization_spaces": False}
     return PreTrainedTokenizerFast(**options, **special)
 
 
-def measure(tokenizer: PreTrainedTokenizerFast, documents: "datasets.Dataset") -> Counter[str]:
+def measure(tokenizer: PreTrainedTokenizerFast, texts: Iterator[str]) -> Counter[str]:
     """Count the tokens, the unknown tokens, and the characters in unknown tokens."""
     counts = Counter()
-    for text in texts(documents):
+    for text in texts:
         encoding = tokenizer.backend_tokenizer.encode(text, add_special_tokens=False)
         counts["tokens"] += len(encoding)
         pairs = zip(encoding.ids, encoding.offsets, strict=True)
@@ -146,4 +139,4 @@ def measure(tokenizer: PreTrainedTokenizerFast, documents: "datasets.Dataset") -
 
 
 if __name__ == "__main__":
-    distributed.run(main)
+    launch.run(main)

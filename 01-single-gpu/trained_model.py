@@ -7,7 +7,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from common import models
-from common.cli import InputError
+from common.cli import RunError
 from common.storage import as_path, exists, explain_store_errors
 from common.trained import SavedCheckpoint, find_saved, load_model
 
@@ -34,7 +34,7 @@ def load_trained(
     """Load a checkpoint of a run of any chapter, or else a model from its folder or hub id.
 
     model_name, tokenizer_name: None for those of the run or of the folder; a folder ignores
-    model_name. step: as for find_saved. Raises InputError if there is no such model, or if the
+    model_name. step: as for find_saved. Raises RunError if there is no such model, or if the
     arguments do not match it.
     """
     disable_progress_bar()
@@ -44,30 +44,28 @@ def load_trained(
             saved = find_saved(folder, step)
             try:
                 return _load_run(saved, model_name, tokenizer_name)
-            except InputError:
+            except RunError:
                 # If the run is still training, it may have deleted this checkpoint. Then it has a
                 # newer one.
                 if step is not None or find_saved(folder, None).step == saved.step:
                     raise
     if step is not None:
-        raise InputError(f"{name} is no run's folder with a complete checkpoint: leave out --step.")
+        raise RunError(f"{name} is no run's folder with a complete checkpoint: leave out --step.")
     if name in models.PRESET_NAMES and not folder.exists():
-        raise InputError(f"The preset {name} has no weights: give a run's folder.")
+        raise RunError(f"The preset {name} has no weights: give a run's folder.")
     if folder.exists() and not (folder / "config.json").exists():
-        raise InputError(
+        raise RunError(
             f"{name} is neither a run's folder with a complete checkpoint (it has no state.json) "
             "nor a model's folder (it has no config.json): give one of these."
         )
     if not folder.exists() and len(folder.parts) > 1 and folder.parent.exists():
-        raise InputError(f"There is no {folder.name} in {folder.parent}: give another folder.")
-    config = models.load_config(name)
-    if any(each.endswith("ForSequenceClassification") for each in config.architectures or ()):
-        raise InputError(f"{name} is a classifier, not a language model: give another folder.")
+        raise RunError(f"There is no {folder.name} in {folder.parent}: give another folder.")
+    architectures = models.load_config(name).architectures or ()
+    if any(each.endswith("ForSequenceClassification") for each in architectures):
+        raise RunError(f"{name} is a classifier, not a language model: give another folder.")
     tokenizer = models.load_tokenizer(tokenizer_name or name)
-    models.check_sizes(config, tokenizer, None)
-    return TrainedModel(
-        models.load_pretrained(name, config).eval(), tokenizer, name, None, None, {}
-    )
+    model = models.load_pretrained(name, models.load_config(name, tokenizer)).eval()
+    return TrainedModel(model, tokenizer, name, None, None, {})
 
 
 def _load_run(

@@ -11,7 +11,7 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
-from common import distributed, models
+from common import launch, models
 
 
 def parameter_server(grads: torch.Tensor) -> None:
@@ -46,7 +46,7 @@ def measure() -> torch.Tensor:
 
 def main() -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # use the CPU: there may be more ranks than GPUs
-    distributed.prepare_environment()  # also runs as a single process, without torchrun
+    launch.prepare_environment()  # also runs as a single process, without torchrun
     dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)  # all ranks have the same weights, and each has its own batch
@@ -81,4 +81,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    distributed.run(main)
+    launch.run(main)

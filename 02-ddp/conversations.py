@@ -11,22 +11,15 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+import jinja2
 import torch
 import xxhash
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from common.cli import InputError
+from common.cli import RunError
 from common.data import IGNORED
-from common.data.sources import (
-    BUILT_IN,
-    NOT_CODE,
-    TABLE_SUFFIXES,
-    is_held_out,
-    load_table,
-    mirror,
-)
-from common.models import render_chat
+from common.documents import BUILT_IN, NOT_CODE, fetch, is_held_out, load_table
 from common.storage import is_remote
 
 if TYPE_CHECKING:
@@ -78,20 +71,20 @@ def load_conversations(
 ) -> tuple[Conversations, Conversations]:
     """Return the training and the evaluation conversations of args.dataset_name.
 
-    Raises InputError for an unknown data set, a missing column, a row that is no conversation, a
+    Raises RunError for an unknown data set, a missing column, a row that is no conversation, a
     conversation that does not fit in seq_length tokens, or a tokenizer without a chat template. Of
     the built-in example, only the conversations that fit are used.
     """
     is_built_in, name = args.dataset_name == BUILT_IN, args.dataset_name
     if is_built_in and (args.dataset_subset or args.text_column):
-        raise InputError(f"{name} is no table: leave out --dataset-subset and --text-column.")
+        raise RunError(f"{name} is no table: leave out --dataset-subset and --text-column.")
     parts, described = [], []
     for conversations in stdlib_functions() if is_built_in else read_table(args):
         encoded = [encode(messages, tokenizer) for messages in conversations]
         sizes = [len(input_ids) for input_ids, _ in encoded]
         fitting = [each for each, size in zip(encoded, sizes, strict=True) if size <= seq_length]
         if not fitting or (len(fitting) < len(encoded) and not is_built_in):
-            raise InputError(
+            raise RunError(
                 f"{len(encoded) - len(fitting)} of {len(encoded)} conversations of {name} do not "
                 f"fit in {seq_length} tokens (the longest has {max(sizes)}): give a larger "
                 "--seq-length, or shorten the answers."
@@ -120,15 +113,29 @@ def encode(messages: Messages, tokenizer: PreTrainedTokenizerBase) -> tuple[list
     The label of an answer's token is the token itself. All other labels are IGNORED. A prompt is
     rendered and tokenized as it is for generation, so training and generation agree.
     """
+    name = tokenizer.name_or_path
+    if not tokenizer.chat_template:
+        raise RunError(
+            f"The tokenizer of {name} has no chat template: give --tokenizer-name a folder with a "
+            "tokenizer and a chat_template.jinja."
+        )
     input_ids, labels, done = [], [], ""
     for turn, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        prompt = render_chat(tokenizer, messages[:turn], add_generation_prompt=True)
-        answered = render_chat(tokenizer, messages[: turn + 1])
+        try:
+            prompt = tokenizer.apply_chat_template(
+                messages[:turn], tokenize=False, add_generation_prompt=True
+            )
+            answered = tokenizer.apply_chat_template(messages[: turn + 1], tokenize=False)
+        except jinja2.TemplateError as error:  # some templates refuse a role, such as system
+            raise RunError(
+                f"The chat template of {name} does not accept {str(messages)[:60]}... ({error}): "
+                "change the messages or the template."
+            ) from error
         if not (prompt.startswith(done) and answered.startswith(prompt)):
-            raise InputError(
-                f"The chat template of {tokenizer.name_or_path} changes earlier messages when "
+            raise RunError(
+                f"The chat template of {name} changes earlier messages when "
                 "later ones follow: use another template, or conversations with one answer."
             )
         parts = [prompt[len(done) :], answered[len(prompt) :]]
@@ -200,7 +207,7 @@ def stdlib_functions() -> tuple[list[Messages], list[Messages]]:
                 seen.add((question, answer))
                 parts[is_held_out(path)].append(as_messages(question, answer))
     if not all(parts):
-        raise InputError(f"This Python has no source files in {root}: give -d a table.")
+        raise RunError(f"This Python has no source files in {root}: give -d a table.")
     return parts
 
 
@@ -214,7 +221,7 @@ def read_table(args: argparse.Namespace) -> tuple[list[Messages], list[Messages]
     Without that split, a checksum selects one conversation in 20, and at least one.
     """
     name = args.dataset_name
-    local = str(mirror(name, tuple(TABLE_SUFFIXES))) if is_remote(name) else name
+    local = str(fetch(name)) if is_remote(name) else name
     table = load_table(local, args.dataset_subset)
     train = read_rows(table["train"], name, args.text_column)
     if "validation" in table:
@@ -225,7 +232,7 @@ def read_table(args: argparse.Namespace) -> tuple[list[Messages], list[Messages]
     for messages, is_out in zip(train, held_out, strict=True):
         parts[is_out].append(messages)
     if not parts[0]:
-        raise InputError(
+        raise RunError(
             f"{name} has only one conversation: give at least two with different questions."
         )
     return parts
@@ -240,7 +247,7 @@ def read_rows(rows: "datasets.Dataset", name: str, text_column: str | None) -> l
     known = rows.column_names
     columns = (text_column or ("messages" if "messages" in known else COLUMNS)).split(",")
     if missing := [column for column in columns if column not in known]:
-        raise InputError(
+        raise RunError(
             f"{name} has no column {missing[0]!r}: give --text-column QUESTION,ANSWER, or one "
             f"column of messages, from: {', '.join(known)}."
         )
@@ -248,12 +255,12 @@ def read_rows(rows: "datasets.Dataset", name: str, text_column: str | None) -> l
     conversations = [as_messages(*v) if len(v) == 2 else v[0] for v in values]
     for number, messages in enumerate(conversations, start=1):
         if not is_conversation(messages):
-            raise InputError(
+            raise RunError(
                 f"Row {number} of {name} is no conversation: give each row a question and an "
                 "answer, or messages with role and content, one of them of the assistant."
             )
     if not conversations:
-        raise InputError(f"{name} has no rows: give a table with questions and answers.")
+        raise RunError(f"{name} has no rows: give a table with questions and answers.")
     return conversations
 
 

@@ -25,8 +25,8 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from common import cli, distributed
-from common.cli import InputError, at_least
+from common import cli, launch
+from common.cli import RunError, at_least
 from common.timers import PhaseTimers
 
 Spans = list[tuple[float, float]]  # start and end, in microseconds
@@ -97,13 +97,13 @@ def get_args() -> argparse.Namespace:
 
 
 def main() -> None:
-    distributed.prepare_environment()
+    launch.prepare_environment()
     args = get_args()
     rank, on_gpu = int(os.environ["RANK"]), torch.cuda.is_available()
     if not args.script.is_file():
-        raise InputError(f"There is no script {args.script}: give a chapter's train_llm.py.")
+        raise RunError(f"There is no script {args.script}: give a chapter's train_llm.py.")
     if args.memory_snapshot and not on_gpu:
-        raise InputError("--memory-snapshot needs a GPU: leave it out.")
+        raise RunError("--memory-snapshot needs a GPU: leave it out.")
     folder = args.output or Path("outputs", f"trace-{args.script.resolve().parent.name}")
     folder.mkdir(parents=True, exist_ok=True)
     trace_file, last_step = folder / f"rank{rank}.json", args.skip_steps + args.trace_steps
@@ -133,7 +133,7 @@ def main() -> None:
         profiler.step()
         if step == last_step:
             events = json.loads(trace_file.read_text())["traceEvents"]
-            by_rank = distributed.gather({rank: measure(events, on_gpu)})
+            by_rank = launch.gather({rank: measure(events, on_gpu)})
 
     time_phase = PhaseTimers.__call__
 
@@ -151,7 +151,7 @@ def main() -> None:
     profiler.start()
     train()
     if not by_rank:
-        raise InputError(
+        raise RunError(
             f"The run took {step} steps, but the last traced step is {last_step}: give the script "
             "a larger --max-steps, or write --skip-steps before the script."
         )
@@ -165,4 +165,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    distributed.run(main)
+    launch.run(main)

@@ -22,11 +22,11 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 from transformers import set_seed
 
-from common import cli, distributed, models
+from common import cli, launch, models
 from common.cli import at_least
 from common.data import IGNORED
-from common.distributed import gather, rank_and_world_size
 from common.gradients import clip_grad_norm
+from common.launch import gather, rank_and_world_size
 from common.timers import PhaseTimers
 from common.tracker import Tracker, make_run_dir
 
@@ -63,7 +63,12 @@ def get_args() -> argparse.Namespace:
     add("--lr", type=at_least(0.0), help="peak learning rate (default: depends on the model)")
     add("--warmup-steps", type=at_least(0), help="steps (default: a tenth of all)")
     add("--weight-decay", default=0.1, type=at_least(0.0), help="AdamW's weight decay")
-    add("--max-grad-norm", default=1.0, type=cli.above_zero, help="clip above this; inf: never")
+    add(
+        "--max-grad-norm",
+        default=1.0,
+        type=at_least(1e-6, math.inf),
+        help="clip above this; inf: never",
+    )
     add("--num-epochs", default=3, type=at_least(1), help="passes over the data")
     add("--max-steps", type=at_least(1), help="number of steps; overrides --num-epochs")
     add("--log-freq", default=10, type=at_least(1), help="steps between log lines")
@@ -75,7 +80,7 @@ def main() -> None:
     args = get_args()
 
     # --- setup ---
-    distributed.prepare_environment()  # also runs as a single process, without torchrun
+    launch.prepare_environment()  # also runs as a single process, without torchrun
     # One process drives one device. Its number is the rank; world_size is how many there are.
     rank = int(os.environ["RANK"])
     world_size = int(os.environ["WORLD_SIZE"])
@@ -83,14 +88,9 @@ def main() -> None:
     device = torch.device(f"cuda:{local_rank}" if torch.cuda.is_available() else "cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)  # "cuda" without a number means this GPU from here on
-    logging.basicConfig(
-        level=logging.INFO if rank == 0 else logging.WARNING,
-        format=f"[%(asctime)s] [rank {rank}] %(message)s",
-        handlers=[cli.ProgressHandler()],
-    )
     # GPUs multiply float32 matrices in TF32: the range of float32, about 3 decimal digits.
     torch.set_float32_matmul_precision("high" if device.type == "cuda" else "highest")
-    logger.info(cli.describe_run(args, device))
+    cli.start_log(args, device)
     # If a rank does not join a collective, the others fail after --dist-timeout seconds.
     dist.init_process_group(
         "nccl" if device.type == "cuda" else "gloo",
@@ -99,9 +99,9 @@ def main() -> None:
     )
 
     # --- model ---
-    config = models.load_config(args.model_name)  # sizes only, no weights
     tokenizer = models.load_tokenizer(args.tokenizer_name or args.model_name)
-    seq_length = models.check_sizes(config, tokenizer, args.seq_length)
+    config = models.load_config(args.model_name, tokenizer)  # sizes only, no weights
+    seq_length = models.sequence_length(config, args.seq_length)
     model_class = results.model_class(args.head, config)
     classes, splits = load_examples(
         args.dataset_name, args.dataset_subset, args.text_column, args.label_column
@@ -117,15 +117,14 @@ def main() -> None:
     prompt = args.prompt if args.head == "none" else None
     label_tokens = encode(splits, classes, tokenizer, seq_length, prompt)
     results.check_same(classes, splits)
-    options = {"attn_implementation": models.causal_attention(config), "dtype": torch.float32}
     # Weights are drawn on the CPU in float32, so every kind of device starts from the same model.
     torch.manual_seed(args.seed)
     if args.pretrained:  # a new head is drawn if the pretrained model has none that fits
-        model = results.load_weights(model_class, args.model_name, config, options)
+        model = models.load_pretrained(args.model_name, config, model_class)
     else:
-        model = model_class.from_config(config, **options)
+        model = model_class.from_config(config, dtype=torch.float32)
     # The head reads the last token of a text that is not padding.
-    model.config.pad_token_id = tokenizer.pad_token_id
+    config.pad_token_id = model.config.pad_token_id = tokenizer.pad_token_id
     model.to(device)  # before the optimizer is made, which keeps references to the parameters
     # Copies rank 0's weights to all ranks. Averages the gradients during the backward pass.
     ddp_model = DistributedDataParallel(model, gradient_as_bucket_view=True)
@@ -162,12 +161,11 @@ def main() -> None:
     )
 
     # --- train ---
-    name = results.check_name(distributed.experiment_name(args), args.save_dir)
-    run_dir = make_run_dir(args.save_dir, name, rank)
-    logger.info(f"the run's folder is {run_dir}")
+    run_dir = make_run_dir(args, resumes=False)
+    results.check_new(run_dir)
     set_seed(args.seed + rank)  # Python's, NumPy's and PyTorch's RNGs, for dropout
-    tracker = Tracker(run_dir, {**vars(args), "lr": lr, "total_steps": total_steps}, 0, rank)
-    progress_bar = cli.progress_bar(total_steps, 0, rank)
+    tracker = Tracker(run_dir, {**vars(args), "lr": lr, "total_steps": total_steps}, 0)
+    progress_bar = cli.progress("training", total=total_steps)
     timers = PhaseTimers(device)
     step, logged_step, best_epoch, best_loss = 0, 0, 0, math.inf
     # On this rank since the last log: sum of losses, correct predictions, loss terms, examples,
@@ -248,7 +246,6 @@ def main() -> None:
                         results.save_model(model, tokenizer, run_dir / "best")
         if len(metrics) > 1:
             tracker.log(metrics)
-            cli.show_metrics(logger, progress_bar, metrics)
         if end_of_epoch:
             logger.info(results.describe_epoch(epoch + 1, metrics, best_epoch))
     progress_bar.close()
@@ -257,7 +254,7 @@ def main() -> None:
     # --- test report ---
     del ddp_model
     dist.barrier()  # rank 0 may still be writing the best model
-    model = results.load_weights(model_class, f"{run_dir}/best", None, options).to(device)
+    model = models.load_pretrained(f"{run_dir}/best", config, model_class).to(device)
     loss, _, predictions = evaluate(model, splits["test"], *eval_args)
     dist.barrier()  # a rank that exits early would look like a failure to the other ranks
     dist.destroy_process_group()  # the report can take longer than --dist-timeout
@@ -313,4 +310,4 @@ def evaluate(model, examples: Examples, collator: Collator, batch_size: int, dev
 
 
 if __name__ == "__main__":
-    distributed.run(main)
+    launch.run(main)

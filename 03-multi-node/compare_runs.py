@@ -15,21 +15,21 @@ from pathlib import Path
 import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
-from common import cli, distributed
-from common.cli import InputError
+from common import cli, launch
+from common.cli import RunError
 
 # A step computes them in this order. The loss is that of the forward pass, before the update.
 KEYS = ("lr", "loss", "grad_norm", "eval_loss")
 
 
 def read_metrics(run_dir: Path) -> dict[int, dict]:
-    """Return the lines of metrics.jsonl by step. Raises InputError if it cannot be read."""
+    """Return the lines of metrics.jsonl by step. Raises RunError if it cannot be read."""
     path = run_dir / "metrics.jsonl"
     try:
         lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
         return {line["step"]: line for line in lines}
     except (OSError, ValueError, KeyError) as error:
-        raise InputError(f"Cannot read {path} ({error}): give the folder of a run.") from error
+        raise RunError(f"Cannot read {path} ({error}): give the folder of a run.") from error
 
 
 def difference(one: float | None, two: float | None) -> float:
@@ -80,7 +80,7 @@ def main() -> None:
     metrics = [read_metrics(folder) for folder in folders]
     steps = sorted(metrics[0].keys() & metrics[1].keys())
     if not steps:
-        raise InputError("The two runs logged no common step: use the same --log-freq for both.")
+        raise RunError("The two runs logged no common step: use the same --log-freq for both.")
     found = first_difference(metrics)
     if found is None:
         print(f"all {len(steps)} steps that both runs logged are identical, up to step {steps[-1]}")
@@ -103,4 +103,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    distributed.run(main)
+    launch.run(main)

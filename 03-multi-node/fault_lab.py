@@ -16,8 +16,8 @@ import subprocess
 import sys
 from pathlib import Path
 
-from common import cli, distributed
-from common.cli import InputError, at_least
+from common import cli, launch
+from common.cli import RunError, at_least
 
 from faults import (
     crash,
@@ -68,7 +68,7 @@ def main() -> None:
         lab = Lab(args.dist_timeout, args.output)
     except OSError as error:
         message = f"Cannot write to --output {args.output} ({error.strerror}): give another folder."
-        raise InputError(message) from error
+        raise RunError(message) from error
     try:
         for name in args.faults:
             fault = FAULTS[name]
@@ -85,4 +85,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    distributed.run(main)
+    launch.run(main)

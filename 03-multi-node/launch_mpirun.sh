@@ -12,21 +12,9 @@
 # SSH          the command that logs in to a host (default: ssh)
 # FORWARD      names of more variables to pass on to the processes, separated by spaces
 set -euo pipefail
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
+SCRIPT=03-multi-node/train_llm.py
+source "$(dirname "${BASH_SOURCE[0]}")/../common/launch.sh"
 
-# The interpreter of the active environment or, if there is none, of .venv. It must have the same
-# path on all hosts.
-PYTHON=$(command -v "${PYTHON:-python}" || true)
-if [[ "${PYTHON##*/}" == python && -z "${VIRTUAL_ENV:-}" && -x .venv/bin/python ]]; then
-    PYTHON=$PWD/.venv/bin/python
-fi
-
-if [[ " $* " == *" --help "* || " $* " == *" -h "* ]]; then
-    exec "$PYTHON" 03-multi-node/train_llm.py --help
-fi
-
-PLAN=$("$PYTHON" -m common.distributed "$@")
-{ read -r NAME && read -r SAVE_DIR && read -r PROCESSES && read -r THREADS; } <<<"$PLAN"
 HOSTS=${HOSTS:-localhost:$PROCESSES}
 RANKS=0
 for HOST in ${HOSTS//,/ }; do
@@ -49,7 +37,7 @@ VARIABLES=(-x MASTER_ADDR -x MASTER_PORT)
 for VARIABLE in $(compgen -e | grep -xE "$NAMES"); do
     VARIABLES+=(-x "$VARIABLE")
 done
-[[ "$SAVE_DIR" == /* ]] || SAVE_DIR="$PWD/$SAVE_DIR"
+[[ "$RUN" == /* ]] || RUN=$PWD/$RUN
 # Without --bind-to none, all threads of a process would share one core. --output-filename keeps the
 # output of each rank. If a process fails, mpirun ends all others.
 exec mpirun \
@@ -57,6 +45,6 @@ exec mpirun \
     -host "$HOSTS" \
     --bind-to none \
     --mca plm_rsh_agent "${SSH:-ssh}" \
-    --output-filename "$SAVE_DIR/$NAME/logs" \
+    --output-filename "$RUN/logs" \
     "${VARIABLES[@]}" \
-    "$PYTHON" 03-multi-node/train_llm.py -e "$NAME" "$@"
+    "$PYTHON" "$SCRIPT" "$@"

@@ -28,22 +28,17 @@ VERB=${1:-}
     refuse "Cannot read HOSTS_FILE '${2:-}': give a file with one host per line."
 # bash 3.2 has no mapfile. At the end of the file, read returns 1.
 read -r -d '' -a HOSTS < <(sed 's/#.*//; s/[[:space:]]//g' "$2") || true
+[[ " ${*:3}" =~ \ (-e|--experiment-name|@|-h|--help) ]] || refuse "Give the run a name with -e."
 ((${#HOSTS[@]})) || refuse "HOSTS_FILE $2 contains no host: give a file with one host per line."
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
 shift 2
 
-# Use the full path of the interpreter, because the environment is not active on the hosts.
-PYTHON=$(command -v "${PYTHON:-python}" || true)
-if [[ "${PYTHON##*/}" == python && -z "${VIRTUAL_ENV:-}" && -x .venv/bin/python ]]; then
-    PYTHON=$PWD/.venv/bin/python
-fi
-export PYTHON
 export NNODES=${NNODES:-${#HOSTS[@]}} HEAD=${HEAD:-${HOSTS[0]##*@}:${PORT:-29400}}
-PLAN=$("$PYTHON" -m common.distributed "$@")
-{ read -r NAME && read -r SAVE_DIR; } <<<"$PLAN"
-[[ " $*" == *" -e"* || " $*" == *" --experiment-name"* ]] || set -- -e "$NAME" "$@"
-[[ "$SAVE_DIR" == /* ]] || SAVE_DIR="$PWD/$SAVE_DIR"
-LOGS="$SAVE_DIR/$NAME/logs"
+SCRIPT=03-multi-node/train_llm.py
+source "$(dirname "${BASH_SOURCE[0]}")/../common/launch.sh"
+export PYTHON # its full path, because the environment is not active on the hosts
+[[ "$RUN" == /* ]] || RUN=$PWD/$RUN
+NAME=$(basename "$RUN")
+LOGS="$RUN/logs"
 # The command line on a host contains first the one, then the other.
 COMMAND_PATTERN="launch_torchrun.sh|--rdzv-id $NAME "
 export LAUNCH_COMMAND="bash 03-multi-node/launch_ssh.sh start HOSTS_FILE"

@@ -10,7 +10,7 @@
 # NNODES          number of nodes (default: 1), or MIN:MAX if nodes may join and leave the run
 # HEAD            rendezvous address host:port: one of the nodes, and a free port of that node
 # NPROC_PER_NODE  processes on this node (default: one per GPU or, without GPUs, two)
-# MAX_RESTARTS    how often torchrun restarts all processes after a failure (default: 0)
+# MAX_RESTARTS    how often torchrun restarts all processes after a failure (default: 0); needs -e
 # LAST_CALL       with MIN:MAX, seconds that MIN nodes wait for more nodes (default: 30)
 # PYTHON          the interpreter (default: the one of the active environment or of .venv)
 # LAUNCH_FILE     a launch file that calls this one; the train_llm.py next to it is started
@@ -18,22 +18,10 @@ set -euo pipefail
 # Slurm sends USR1 to all processes, and it would kill torchrun. A signal that is ignored here stays
 # ignored in torchrun, while train_llm.py installs a handler for it.
 trap "" USR1
-cd "$(dirname "${BASH_SOURCE[0]}")/.."
 LAUNCH_FILE=${LAUNCH_FILE:-03-multi-node/launch_torchrun.sh}
 SCRIPT="$(dirname "$LAUNCH_FILE")/train_llm.py"
+source "$(dirname "${BASH_SOURCE[0]}")/../common/launch.sh"
 
-# The interpreter of the active environment or, if there is none, of .venv.
-PYTHON=${PYTHON:-python}
-if [[ "$PYTHON" == python && -z "${VIRTUAL_ENV:-}" && -x .venv/bin/python ]]; then
-    PYTHON=.venv/bin/python
-fi
-
-if [[ " $* " == *" --help "* || " $* " == *" -h "* ]]; then
-    exec "$PYTHON" "$SCRIPT" --help
-fi
-
-PLAN=$("$PYTHON" -m common.distributed "$@")
-{ read -r NAME && read -r SAVE_DIR && read -r PROCESSES && read -r THREADS; } <<<"$PLAN"
 if [[ "${NNODES:-1}" != 1 && -z "${HEAD:-}" ]]; then
     echo "A run on several nodes needs a rendezvous address: set HEAD=host:port." >&2
     exit 2
@@ -48,9 +36,6 @@ for VARIABLE in NNODES HEAD NPROC_PER_NODE MAX_RESTARTS LAST_CALL; do
     [[ -z "${!VARIABLE:-}" ]] || VARIABLES+="$VARIABLE=${!VARIABLE} "
 done
 export LAUNCH_COMMAND="${LAUNCH_COMMAND:-${VARIABLES}bash $LAUNCH_FILE}"
-# Show the lines of rank 0 without torchrun's prefix, because they already contain host and rank.
-# shellcheck disable=SC2016
-export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE='${role_name}'
 # By default all restarts share one store, in which processes can find addresses of processes that
 # no longer exist (https://github.com/pytorch/pytorch/issues/135712).
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
@@ -60,14 +45,11 @@ export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1
 exec "$PYTHON" -m torch.distributed.run \
     --nnodes "${NNODES:-1}" \
     --nproc-per-node "$PROCESSES" \
-    --rdzv-id "$NAME" \
+    --rdzv-id "$(basename "$RUN")" \
     --rdzv-backend c10d \
     --rdzv-endpoint "${HEAD:-localhost:0}" \
     ${ADDRESS[@]+"${ADDRESS[@]}"} \
     --rdzv-conf "last_call_timeout=${LAST_CALL:-30}" \
     --max-restarts "${MAX_RESTARTS:-0}" \
-    --log-dir "$SAVE_DIR/$NAME/logs/$(hostname)" \
-    --redirects 3 \
-    --tee 0:3 \
-    --role "" \
-    "$SCRIPT" -e "$NAME" "$@"
+    --log-dir "$RUN/logs/$(hostname)" --redirects 3 --tee 0:3 --role "" \
+    "$SCRIPT" "$@"

@@ -13,8 +13,8 @@ from pathlib import Path
 
 import torch
 
-from common import cli, distributed
-from common.cli import InputError, at_least
+from common import cli, launch
+from common.cli import RunError, at_least
 
 from checks.network import check_network
 from checks.nodes import check_clocks, check_folder, check_nodes
@@ -38,13 +38,13 @@ def get_args() -> argparse.Namespace:
     add("--tokenizer-name", help="folder or hub id (default: the model's)")
     add = parser.add_argument_group("network").add_argument
     add("--max-bytes", default=2**28, type=at_least(1024), help="size of the largest all-reduce")
-    add("--min-bandwidth", type=cli.above_zero, help="bus bandwidth that a link needs, in GB/s")
+    add("--min-bandwidth", type=at_least(1e-3), help="bus bandwidth that a link needs, in GB/s")
     add("--slow-factor", default=2.0, type=at_least(1.0), help="how many times slower is a fault")
     return parser.parse_args()
 
 
 def main() -> None:
-    distributed.prepare_environment()
+    launch.prepare_environment()
     args = get_args()
     device = torch.device("cpu")
     if torch.cuda.is_available():
@@ -74,15 +74,15 @@ def main() -> None:
 
 
 def check_output(rdzv: Rendezvous, output: Path | None) -> None:
-    """Raise InputError on all ranks if rank 0 cannot create the file."""
+    """Raise RunError on all ranks if rank 0 cannot create the file."""
     error = None
     try:
         cli.check_output(output if rdzv.rank == 0 else None)
-    except InputError as found:
+    except RunError as found:
         error = str(found)
     if error := rdzv.gather(error)[0]:
         rdzv.leave()
-        raise InputError(error)
+        raise RunError(error)
 
 
 def summary(faults: list[str], nodes: dict[str, list[int]], figures: dict) -> str:
@@ -98,4 +98,4 @@ def summary(faults: list[str], nodes: dict[str, list[int]], figures: dict) -> st
 
 
 if __name__ == "__main__":
-    distributed.run(main)
+    launch.run(main)

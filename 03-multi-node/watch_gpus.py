@@ -21,8 +21,8 @@ import threading
 import time
 from pathlib import Path
 
-from common import cli, distributed
-from common.cli import InputError
+from common import cli, launch
+from common.cli import RunError
 
 # A GPU that waits in a collective runs a kernel that polls for data: its utilization is 100%, at 14
 # to 22% of its power limit in the reports that watching.md cites.
@@ -336,7 +336,7 @@ def suspicions(nodes: list[Node]) -> list[str]:
 def expand(words: list[str]) -> list[str]:
     """Return the hosts in words such as node1, user@node1, node[1-3,7] or node1,node2.
 
-    Raises InputError for a word that is not a host.
+    Raises RunError for a word that is not a host.
     """
     hosts: list[str] = []
     for part in re.findall(r"(?:\[[^]]*\]|[^,])+", ",".join(words)):
@@ -348,7 +348,7 @@ def expand(words: list[str]) -> list[str]:
                 numbers = range(int(first), int(last or first) + 1)
                 found += [f"{head}{number:0{len(first)}}{tail}" for number in numbers]
         if not found or not re.fullmatch(HOST, part):
-            raise InputError(f"{part!r} is not a host: give names as for ssh, or node[1-4].")
+            raise RunError(f"{part!r} is not a host: give names as for ssh, or node[1-4].")
         hosts += found
     return list(dict.fromkeys(hosts))
 
@@ -369,7 +369,7 @@ def get_args() -> argparse.Namespace:
 def main() -> None:
     args = get_args()
     if args.ssh_config and not args.ssh_config.is_file():
-        raise InputError(f"-F {args.ssh_config} is not a file: give a configuration file for ssh.")
+        raise RunError(f"-F {args.ssh_config} is not a file: give a configuration file for ssh.")
     nodes = [Node(host, args) for host in expand(args.hosts) or [None]]
     work = (lambda node: node.ask()) if args.once else (lambda node: node.watch(args.interval))
     threads = [threading.Thread(target=work, args=(node,), daemon=True) for node in nodes]
@@ -394,4 +394,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    distributed.run(main)
+    launch.run(main)

@@ -15,8 +15,8 @@ from safetensors import SafetensorError
 from transformers import GenerationConfig
 from transformers.utils.logging import disable_progress_bar
 
-from common import cli, distributed, models, trained
-from common.cli import InputError, at_least
+from common import cli, launch, models, trained
+from common.cli import RunError, at_least
 from common.storage import as_path
 
 
@@ -47,7 +47,7 @@ def main() -> None:
     # --- run ---
     target = args.target
     if target.exists():
-        raise InputError(f"{target} already exists: give another folder, or delete it.")
+        raise RunError(f"{target} already exists: give another folder, or delete it.")
     saved = trained.find_saved(args.run, args.step)
 
     # --- model ---
@@ -78,7 +78,7 @@ def main() -> None:
             unfinished.replace(target)
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise InputError(
+        raise RunError(
             f"{target} could not be written ({reason}): make room, or give another folder."
         ) from error
     size = sum(file.stat().st_size for file in target.iterdir())
@@ -92,4 +92,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    distributed.run(main)
+    launch.run(main)

@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, PretrainedConfig
 
-from common import cli, distributed, models
-from common.cli import InputError, at_least
+from common import cli, launch, models
+from common.cli import RunError, at_least
 from common.timers import PEAK_FLOPS, flops_per_token
 
 from peak_memory import Options, predict
@@ -119,9 +119,9 @@ def draw(predictions: dict[str, dict], memory: float, title: str, path: Path) ->
         import matplotlib
         from matplotlib.figure import Figure
     except ImportError:
-        raise InputError("--chart needs matplotlib: pip install matplotlib.") from None
+        raise RunError("--chart needs matplotlib: pip install matplotlib.") from None
     if path.suffix not in (".png", ".svg") or not path.parent.is_dir():
-        raise InputError(f"--chart {path} must be a .png or .svg file in an existing folder.")
+        raise RunError(f"--chart {path} must be a .png or .svg file in an existing folder.")
     figure = Figure(figsize=(9, 4.5), layout="constrained")
     axes = figure.add_subplot()
     left = [0.0] * len(predictions)
@@ -141,26 +141,23 @@ def draw(predictions: dict[str, dict], memory: float, title: str, path: Path) ->
 
 
 def check_tensor_parallel(args: argparse.Namespace, config: PretrainedConfig) -> None:
-    """Raise InputError where chapter 5's script with tensor-parallel.diff does."""
+    """Raise RunError where chapter 5's script with tensor-parallel.diff does."""
     n_ranks, flag = args.tensor_parallel, f"--tensor-parallel {args.tensor_parallel}"
     if n_ranks == 1:
         return
     if config.model_type != "llama":
-        raise InputError(f"{flag} needs a Llama model, not {config.model_type}: give another -m.")
+        raise RunError(f"{flag} needs a Llama model, not {config.model_type}: give another -m.")
     limit = math.gcd(args.gpus, config.num_key_value_heads, config.intermediate_size)
     if limit % n_ranks:
-        raise InputError(f"{flag} must divide ranks, KV heads and MLP width, so also {limit}.")
+        raise RunError(f"{flag} must divide ranks, KV heads and MLP width, so also {limit}.")
     if args.hsdp:
-        raise InputError(f"With {flag}, leave out --hsdp.")
+        raise RunError(f"With {flag}, leave out --hsdp.")
 
 
 def token_count(text: str) -> float:
     """Read a number of tokens, such as 10e9 or 10B."""
     unit = UNITS.get(text[-1:].upper(), 1.0)
-    count = unit * cli.above_zero(text[:-1] if unit > 1 else text)
-    if not math.isfinite(count):
-        raise argparse.ArgumentTypeError(f"{text!r} is not a number of tokens, such as 10e9 or 10B")
-    return count
+    return unit * at_least(1e-9, 1e18)(text[:-1] if unit > 1 else text)
 
 
 def find_mfu(args: argparse.Namespace) -> tuple[float, str]:
@@ -198,7 +195,8 @@ def get_args() -> argparse.Namespace:
     add("--tokens", type=token_count, help="tokens of the whole run, as 10e9 or 10B")
     add("--price-per-gpu-hour", type=at_least(0.0), help="in any currency")
     add("--gpu-name", default="NVIDIA H100", choices=PEAK_FLOPS, help="whose peak FLOP/s to use")
-    add("--mfu", type=cli.share, help="share of the peak (default: as measured, or assumed)")
+    share = at_least(1e-6, 1.0)
+    add("--mfu", type=share, help="share of the peak (default: as measured, or assumed)")
     add = parser.add_argument_group("data and model").add_argument
     add("-m", "--model-name", default="gpt2", help="preset, folder or hub id")
     add("--num-layers", type=at_least(1), help="transformer layers (default: the model's)")
@@ -220,17 +218,17 @@ def get_args() -> argparse.Namespace:
 def main() -> None:
     args = get_args()
     if args.gpus > args.gpus_per_node and args.gpus % args.gpus_per_node:
-        raise InputError(
+        raise RunError(
             f"--gpus {args.gpus} does not fill nodes of {args.gpus_per_node} GPUs: give a multiple "
             "of --gpus-per-node."
         )
     if args.tokens is None and (args.mfu or args.price_per_gpu_hour is not None):
-        raise InputError("--mfu and --price-per-gpu-hour need --tokens.")
+        raise RunError("--mfu and --price-per-gpu-hour need --tokens.")
     config = models.load_config(args.model_name)
     check_tensor_parallel(args, config)
     if args.num_layers:
         config.num_hidden_layers = args.num_layers
-    args.seq_length = models.check_sizes(config, (), args.seq_length)  # (): no tokenizer needed
+    args.seq_length = models.sequence_length(config, args.seq_length)
     options = Options(**{f.name: getattr(args, f.name) for f in fields(Options) if f.name in args})
     cache = {}
     predictions = predict_all(config, options, cache)
@@ -249,4 +247,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    distributed.run(main)
+    launch.run(main)

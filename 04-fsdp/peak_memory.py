@@ -49,7 +49,8 @@ from torch.utils.weak import WeakIdKeyDictionary
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from common import models
-from common.cli import InputError
+from common.cli import RunError
+from common.sharding import SAVED_OPS, find_layers
 
 
 @dataclass(frozen=True)
@@ -232,7 +233,7 @@ def count_activations(
     half = options.precision == "bf16" or options.param_dtype == "bfloat16"
     # This registers causal_sdpa, which needs no attention mask.
     if models.causal_attention(config) == "eager":
-        raise InputError(
+        raise RunError(
             f"transformers has no SDPA for {config.model_type}: measure its memory in a short run."
         )
     with torch.device("meta"):
@@ -241,7 +242,7 @@ def count_activations(
             attn_implementation="causal_sdpa",
             dtype=torch.bfloat16 if half else torch.float32,
         )
-    layers = models.find_layers(model)
+    layers = find_layers(model)
     parameters = [list(layer.parameters()) for layer in layers]
     in_layers = {id(parameter) for group in parameters for parameter in group}
     parameters.append([p for p in model.parameters() if id(p) not in in_layers])
@@ -264,7 +265,7 @@ def count_activations(
 
     recompute = partial(checkpoint, use_reentrant=False, preserve_rng_state=False)
     if options.activation_checkpointing == "selective":
-        selective = partial(create_selective_checkpoint_contexts, models.SAVED_OPS)
+        selective = partial(create_selective_checkpoint_contexts, SAVED_OPS)
         recompute = partial(recompute, context_fn=selective)
     for i, layer in enumerate(layers):
         layer.forward = partial(with_gpu_kernels, layer.forward)

@@ -28,8 +28,8 @@ from pathlib import Path
 
 import torch
 
-from common import cli, distributed, models
-from common.cli import InputError, at_least
+from common import cli, launch, models
+from common.cli import RunError, at_least
 from common.data import load_sequences, split_batch
 
 from comparison import results
@@ -122,16 +122,16 @@ def select_rows(args: argparse.Namespace) -> list[dict]:
     gpus = torch.cuda.device_count()
     devices = args.devices or gpus or 2
     if 0 < gpus < devices:
-        raise InputError(f"--devices {devices} is too many: PyTorch sees {gpus} GPUs.")
+        raise RunError(f"--devices {devices} is too many: PyTorch sees {gpus} GPUs.")
     if "largest" in args.parts and not gpus:
-        raise InputError("--parts largest needs a GPU: leave it out on a CPU.")
+        raise RunError("--parts largest needs a GPU: leave it out on a CPU.")
     rows = [
         {"strategy": s, "precision": p, "devices": 1 if s == "single" else devices}
         for s, p in itertools.product(STRATEGIES, PRECISIONS)
         if any(fnmatch.fnmatchcase(f"{s}:{p}", pattern) for pattern in args.only)
     ]
     if not rows:
-        raise InputError(
+        raise RunError(
             f"--only {' '.join(args.only)} matches no row: give STRATEGY:PRECISION, with a "
             f"strategy of {', '.join(STRATEGIES)} and a precision of "
             f"{', '.join(PRECISIONS)}."
@@ -146,11 +146,11 @@ def prepare(args: argparse.Namespace, devices: int) -> None:
     gpus = torch.cuda.device_count()
     args.threads = max(1, (os.cpu_count() or 1) // (max(8, gpus) if gpus else args.devices or 2))
     tokenizer = models.load_tokenizer(args.model_name)
-    models.check_sizes(models.load_config(args.model_name), tokenizer, args.seq_length)
+    models.sequence_length(models.load_config(args.model_name, tokenizer), args.seq_length)
     train_data, _ = load_sequences(args, tokenizer, args.seq_length)
     split_batch(args, devices, len(train_data))
     if devices * args.batch_size > len(train_data):
-        raise InputError(
+        raise RunError(
             f"--batch-size {args.batch_size} is too large: the data has {len(train_data)} "
             f"sequences for {devices} devices."
         )
@@ -174,4 +174,4 @@ def find_largest(measure: Callable, row: dict, batch_size: int) -> dict[str, obj
 
 
 if __name__ == "__main__":
-    distributed.run(main)
+    launch.run(main)

@@ -22,7 +22,7 @@ from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_
 from torch.nn.parallel import DistributedDataParallel
 from transformers import AutoModelForCausalLM
 
-from common import cli, distributed, models
+from common import cli, launch, models
 
 STEPS = 40
 UNCOMPRESSED = 10  # steps before PowerSGD starts to compress: early gradients change the most
@@ -110,7 +110,7 @@ def main() -> None:
         "--steps", default=STEPS, type=cli.at_least(UNCOMPRESSED + 2), help="per hook"
     )
     args = parser.parse_args()
-    distributed.prepare_environment()
+    launch.prepare_environment()
     dist.init_process_group("gloo")
     results = measure(args.steps)
     if dist.get_rank() == 0:
@@ -124,4 +124,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    distributed.run(main)
+    launch.run(main)

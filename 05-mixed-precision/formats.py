@@ -8,14 +8,15 @@ import json
 import math
 from dataclasses import dataclass
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import matplotlib
 import torch
-from matplotlib.axes import Axes
-from matplotlib.figure import Figure
 
-from common import cli, distributed
-from common.cli import InputError
+from common import cli, launch
+from common.cli import RunError
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
 
 RECORDED = Path(__file__).parent / "recorded"
 
@@ -73,7 +74,7 @@ def table() -> str:
     return "\n".join(lines)
 
 
-def draw_formats(axes: Axes) -> None:
+def draw_formats(axes: "Axes") -> None:
     """Draw each format as a line: its range, and the relative spacing of its numbers."""
     for number, each in enumerate(formats()):
         # The distance to the next number at each power of two, relative to that power.
@@ -87,7 +88,7 @@ def draw_formats(axes: Axes) -> None:
     axes.legend(loc="center left", bbox_to_anchor=(1, 0.5))
 
 
-def draw_stall(axes: Axes) -> None:
+def draw_stall(axes: "Axes") -> None:
     """Draw the recorded losses of three runs with 16-bit matmuls."""
     styles = {  # the last line is drawn over the second
         "pure": {"label": "bfloat16 weights, rounded to nearest"},
@@ -108,14 +109,24 @@ def main() -> None:
     figures = parser.parse_args().figures
     print(table())
     if figures and not figures.is_dir():
-        raise InputError(f"--figures {figures} is not a folder: create it first.")
+        raise RunError(f"--figures {figures} is not a folder: create it first.")
+    if figures:
+        write_figures(figures)
+
+
+def write_figures(folder: Path) -> None:
+    """Draw formats.svg and bf16_stall.svg into a folder. Raises RunError without matplotlib."""
+    try:
+        import matplotlib
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise RunError("--figures needs matplotlib: pip install matplotlib.") from None
     for name, draw in (("formats", draw_formats), ("bf16_stall", draw_stall)):
-        if figures:
-            figure = Figure(figsize=(9, 4.5), layout="constrained")
-            draw(figure.add_subplot())
-            with matplotlib.rc_context({"svg.hashsalt": name}):  # the same file each time
-                figure.savefig(figures / f"{name}.svg", metadata={"Date": None})
+        figure = Figure(figsize=(9, 4.5), layout="constrained")
+        draw(figure.add_subplot())
+        with matplotlib.rc_context({"svg.hashsalt": name}):  # the same file each time
+            figure.savefig(folder / f"{name}.svg", metadata={"Date": None})
 
 
 if __name__ == "__main__":
-    distributed.run(main)
+    launch.run(main)

@@ -26,7 +26,8 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM
 
-from common import cli, distributed, models
+from common import cli, launch, models
+from common.sharding import find_layers
 from common.timers import PEAK_FLOPS, flops_per_token
 
 INPUTS = Path(__file__).with_name("growth.json")  # written by tests/benchmarks/growth_check.py
@@ -65,7 +66,7 @@ def work_of(strategy: str, name: str, seq_length: int, tokens: int, *seconds: fl
     """Return the work of a preset; seconds: of the forward pass, the backward pass, the update."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config := models.load_config(name))
-    layers = models.find_layers(model)
+    layers = find_layers(model)
     parts = (model, layers[0], model.get_input_embeddings())
     total, layer, embedding = (sum(p.numel() for p in part.parameters()) for part in parts)
     root, flops = total - len(layers) * layer, flops_per_token(model, config, seq_length)
@@ -140,8 +141,9 @@ def most_gpus(work: Work, batch: int, length: int, cluster: Cluster, wanted: flo
 
 def main() -> None:
     parser = cli.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--port", default=50.0, type=cli.above_zero, help="GB/s of a GPU's port")
-    parser.add_argument("--node", default=8, type=cli.at_least(1), help="GPUs per node")
+    add = parser.add_argument
+    add("--port", default=50.0, type=cli.at_least(1e-3), help="GB/s of a GPU's port")
+    add("--node", default=8, type=cli.at_least(1), help="GPUs per node")
     args, inputs = parser.parse_args(), json.loads(INPUTS.read_text())
     cluster = Cluster(inputs["bus"], 1e9 * args.port, args.node)
     for title, each in inputs["works"].items():
@@ -157,4 +159,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    distributed.run(main)
+    launch.run(main)

@@ -12,8 +12,8 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 from torch.optim.optimizer import Optimizer, register_optimizer_step_pre_hook
 
-from common import distributed
-from common.cli import InputError
+from common import launch
+from common.cli import RunError
 from common.tracker import Tracker
 
 from given_script import run_given_script
@@ -61,9 +61,9 @@ def log_changed() -> None:
 
 def main() -> None:
     if len(sys.argv) < 2:
-        raise InputError("No script to run: give one, such as 05-mixed-precision/train_llm.py.")
+        raise RunError("No script to run: give one, such as 05-mixed-precision/train_llm.py.")
     run_given_script(log_changed)
 
 
 if __name__ == "__main__":
-    distributed.run(main)
+    launch.run(main)

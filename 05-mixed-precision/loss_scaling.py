@@ -17,7 +17,7 @@ import torch
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
-from common import distributed, models
+from common import launch, models
 
 from given_script import run_given_script
 
@@ -112,4 +112,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    distributed.run(main)
+    launch.run(main)

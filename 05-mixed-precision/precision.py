@@ -8,7 +8,7 @@ from torch import nn
 from torch.func import functional_call
 from transformers.pytorch_utils import Conv1D
 
-from common.cli import InputError
+from common.cli import RunError
 
 DEFAULT = "bf16"
 # The dtype of gathered weights and activations. fp32 and tf32 compute with the float32 weights.
@@ -21,12 +21,12 @@ def check_precision(args: argparse.Namespace, device: torch.device) -> str:
     """Return the precision to compute in: args.precision, or bf16 if it is None.
 
     With --param-dtype bfloat16 the answer is "tf32": nothing is cast, as in chapters 1 to 4.
-    Raises InputError if both flags are given, or if the device does not support the precision.
+    Raises RunError if both flags are given, or if the device does not support the precision.
     """
     precision = args.precision
     if args.param_dtype != "float32":
         if precision is not None:
-            raise InputError(
+            raise RunError(
                 f"--precision {precision} needs float32 weights, but --param-dtype is "
                 f"{args.param_dtype}: give only one of the two flags."
             )
@@ -37,7 +37,7 @@ def check_precision(args: argparse.Namespace, device: torch.device) -> str:
             ones = torch.ones(8, 8, dtype=COMPUTE_DTYPES[precision], device=device)
             ones @ ones
         except RuntimeError as error:
-            raise InputError(
+            raise RunError(
                 f"This device ({_device_name(device)}) does not support --precision {precision}: "
                 "give another one; fp32 works on every device."
             ) from error
@@ -47,16 +47,16 @@ def check_precision(args: argparse.Namespace, device: torch.device) -> str:
 
 
 def check_fp8(device: torch.device) -> None:
-    """Raise InputError if the device has no fp8, or if torchao is not installed."""
+    """Raise RunError if the device has no fp8, or if torchao is not installed."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
-        raise InputError(
+        raise RunError(
             "--precision fp8 needs a GPU of compute capability 8.9 or higher and this device is "
             f"{_device_name(device)}: give --precision bf16."
         )
     try:
         import torchao.float8  # noqa: F401  imported here because the import takes seconds
     except ImportError as error:
-        raise InputError(
+        raise RunError(
             "--precision fp8 needs torchao: install it with pip install torchao, or give "
             "--precision bf16."
         ) from error
@@ -78,7 +78,7 @@ def convert_to_fp8(layers: Iterable[nn.Module], seq_length: int) -> int:
 
     seq_length: tokens per sequence. The gradient of a weight is a sum over tokens; if their number
     is not a multiple of 16, torchao pads them.
-    Raises InputError if no module can be replaced.
+    Raises RunError if no module can be replaced.
     """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
@@ -104,7 +104,7 @@ def convert_to_fp8(layers: Iterable[nn.Module], seq_length: int) -> int:
                 setattr(parent, name, new)
                 converted += 1
     if not converted:
-        raise InputError(
+        raise RunError(
             "--precision fp8 cannot be used: no layer of this model supports fp8, so give bf16."
         )
     return converted

@@ -12,8 +12,8 @@ import os
 import torch
 import torch.distributed as dist
 
-from common import distributed
-from common.cli import InputError
+from common import launch
+from common.cli import RunError
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 WORLD_SIZES = tuple(2**power for power in range(1, 11))
@@ -98,9 +98,9 @@ def simulate() -> list[dict]:
 
 def main() -> None:
     os.environ["CUDA_VISIBLE_DEVICES"] = ""  # use gloo, whose order of addition is known
-    distributed.prepare_environment()
+    launch.prepare_environment()
     if SIZE % int(os.environ["WORLD_SIZE"]):
-        raise InputError("The number of ranks must be a power of two: change --nproc-per-node.")
+        raise RunError("The number of ranks must be a power of two: change --nproc-per-node.")
     dist.init_process_group("gloo")
     measured = measure_ranks()
     if dist.get_rank() == 0:
@@ -119,4 +119,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    distributed.run(main)
+    launch.run(main)

@@ -16,8 +16,8 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
-from common import distributed
-from common.cli import InputError
+from common import launch
+from common.cli import RunError
 
 from given_script import run_given_script
 
@@ -87,9 +87,9 @@ def walk(optimizer_class: type, dtype: torch.dtype, beta2: float, steps: int) ->
 
 def round_at_random() -> None:
     if "bfloat16" not in sys.argv:
-        raise InputError("Stochastic rounding needs bfloat16 weights: give --param-dtype bfloat16.")
+        raise RunError("Stochastic rounding needs bfloat16 weights: give --param-dtype bfloat16.")
     if "--hsdp" in sys.argv or ("RANK" in os.environ and Path(sys.argv[1]).parent.name < "04"):
-        raise InputError(
+        raise RunError(
             "With replicated weights, each rank would round its copy differently: use chapter 4 or "
             "5 without --hsdp."
         )
@@ -122,4 +122,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    distributed.run(main)
+    launch.run(main)

@@ -7,7 +7,7 @@ import torch
 import torch.distributed as dist
 from torch.nn.functional import linear, silu
 
-from common import distributed
+from common import launch
 
 TOKENS, WIDTH, HIDDEN = 64, 128, 352  # the sizes of the preset llama-tiny-8-heads
 sent = 0  # bytes that a ring all-reduce has sent from this rank
@@ -52,7 +52,7 @@ def mlp(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor, down: torch.Tenso
 
 
 def main() -> None:
-    distributed.prepare_environment()  # also runs as a single process, without torchrun
+    launch.prepare_environment()  # also runs as a single process, without torchrun
     dist.init_process_group("gloo")
     rank, world_size = dist.get_rank(), dist.get_world_size()
     torch.manual_seed(0)  # all ranks have the same input and the same weights
@@ -88,4 +88,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    distributed.run(main)
+    launch.run(main)

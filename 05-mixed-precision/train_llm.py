@@ -30,7 +30,7 @@ from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, set_seed
 
-from common import cli, distributed, models
+from common import cli, launch, models
 from common.checkpoint import (
     AsyncCheckpoints,
     check_finite,
@@ -39,8 +39,9 @@ from common.checkpoint import (
     save_checkpoint,
 )
 from common.cli import at_least
-from common.data import ResumableSampler, describe_batch, load_sequences, split_batch
+from common.data import ResumableSampler, load_sequences, split_batch
 from common.gradients import clip_grad_norm
+from common.sharding import SAVED_OPS, find_layers, mesh_of_nodes
 from common.timers import PhaseTimers, find_straggler, flops_per_token
 from common.tracker import Tracker, make_run_dir
 from precision import COMPUTE_DTYPES, check_precision, convert_to_fp8
@@ -78,10 +79,20 @@ def get_args() -> argparse.Namespace:
     add("-b", "--batch-size", default=8, type=at_least(1), help="limit per device and micro-batch")
     add("--global-batch-size", default=24, type=at_least(1), help="sequences per step, all devices")
     add("--lr", type=at_least(0.0), help="peak (default: 1 / model width, or 5e-5 if pretrained)")
-    add("--beta1", default=0.8, type=cli.decay, help="decay of AdamW's mean of the gradients")
+    add(
+        "--beta1",
+        default=0.8,
+        type=at_least(0.0, 0.999),
+        help="decay of AdamW's mean of the gradients",
+    )
     add("--warmup-steps", type=at_least(0), help="steps (default: a quarter of all, <= 100)")
     add("--weight-decay", default=0.1, type=at_least(0.0), help="AdamW's weight decay")
-    add("--max-grad-norm", default=1.0, type=cli.above_zero, help="clip above this; inf: never")
+    add(
+        "--max-grad-norm",
+        default=1.0,
+        type=at_least(1e-6, math.inf),
+        help="clip above this; inf: never",
+    )
     add("--num-epochs", default=0.6, type=at_least(0.0), help="passes over the data")
     add("--max-steps", type=at_least(1), help="number of steps; overrides --num-epochs")
     add("--zero1", action="store_true", help="shard the optimizer state (chapters 4 and 5: always)")
@@ -108,7 +119,7 @@ def get_args() -> argparse.Namespace:
 @record  # lets torchrun report the exception of the rank that failed first
 def main() -> None:
     # Sets RANK and the like for a process that torchrun did not start.
-    distributed.prepare_environment()
+    launch.prepare_environment()
     args = get_args()
 
     # --- setup ---
@@ -119,17 +130,11 @@ def main() -> None:
     device = torch.device(f"cuda:{local_rank}" if torch.cuda.is_available() else "cpu")
     if device.type == "cuda":
         torch.cuda.set_device(device)  # "cuda" without a number means this GPU from here on
-    logging.basicConfig(
-        level=logging.INFO if rank == 0 else logging.WARNING,
-        format=f"[%(asctime)s] [{socket.gethostname()}] [rank {rank}] %(message)s",
-        handlers=[cli.ProgressHandler()],
-    )
-    # GPUs multiply float32 matrices in TF32: the range of float32, about 3 decimal digits.
-    torch.set_float32_matmul_precision("high" if device.type == "cuda" else "highest")
     args.precision = check_precision(args, device)
-    if args.precision == "fp32":
-        torch.set_float32_matmul_precision("highest")
-    logger.info(cli.describe_run(args, device))
+    # GPUs multiply float32 matrices in TF32: the range of float32, about 3 decimal digits.
+    exact = device.type == "cpu" or args.precision == "fp32"
+    torch.set_float32_matmul_precision("highest" if exact else "high")
+    cli.start_log(args, device)
     # Slurm sends a signal before it ends a job. Only note it: all ranks have to stop together.
     stop_signals = []
     for number in (signal.SIGTERM, signal.SIGUSR1):
@@ -142,9 +147,9 @@ def main() -> None:
     )
 
     # --- model ---
-    config = models.load_config(args.model_name)  # sizes only, no weights
     tokenizer = models.load_tokenizer(args.tokenizer_name or args.model_name)
-    seq_length = models.check_sizes(config, tokenizer, args.seq_length)
+    config = models.load_config(args.model_name, tokenizer)  # sizes only, no weights
+    seq_length = models.sequence_length(config, args.seq_length)
     torch.manual_seed(args.seed)
     # Weights are drawn on the CPU in float32, so every kind of device starts from the same model.
     # Only rank 0 does so. All ranks shard a copy without weights: it has shapes, but no memory.
@@ -159,18 +164,18 @@ def main() -> None:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for parameter in model.parameters():  # buffers stay in float32: rotary tables need it
         parameter.data = parameter.data.to(getattr(torch, args.param_dtype))
-    layers = models.find_layers(model)
+    layers = find_layers(model)
     if args.precision == "fp8":  # the embedding and the output layer stay in bfloat16
         convert_to_fp8(layers, seq_length)
     if args.activation_checkpointing != "none":
         # The backward pass of a layer recomputes what its forward pass did not save.
-        selective = partial(create_selective_checkpoint_contexts, models.SAVED_OPS)
+        selective = partial(create_selective_checkpoint_contexts, SAVED_OPS)
         options = {"context_fn": selective} if args.activation_checkpointing == "selective" else {}
         for layer in layers:
             layer.forward = partial(recompute, layer.forward, use_reentrant=False, **options)
     sharding = {"mesh": init_device_mesh(device.type, (world_size,), mesh_dim_names=("shard",))}
     if args.hsdp:  # two dimensions: replicate over nodes, shard within each node
-        sharding["mesh"] = distributed.mesh_of_nodes(device)
+        sharding["mesh"] = mesh_of_nodes(device)
     if args.cpu_offload:
         sharding["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
     # FSDP casts weights to 16 bits when it gathers them, so activations have 16 bits as well. By
@@ -188,9 +193,6 @@ def main() -> None:
     local_bytes = sum(parameter.to_local().nbytes for parameter in model.parameters())
     logger.info(f"rank 0 holds {local_bytes:,} of the weights' {total_bytes:,} bytes")
     shard_device = "cpu" if args.cpu_offload else device
-    # Weights, gradients and Adam's two moments; an asynchronous save copies no gradients.
-    if args.cpu_offload:
-        distributed.check_memory((4 + 3 * args.async_checkpoint) * local_bytes, "--cpu-offload")
     # Allocate the shards. Then rank 0 broadcasts the weights, one tensor after the other, and each
     # rank keeps its part. Buffers are not sharded, and some are in no state dict (rotary tables).
     model.to_empty(device=shard_device)
@@ -226,7 +228,7 @@ def main() -> None:
         pin_memory=device.type == "cuda",  # lets the copy to the GPU overlap with computation
         # An iterator draws a seed when it starts. Its own generator keeps torch's RNG unchanged.
         generator=torch.Generator(),
-        worker_init_fn=distributed.ignore_stop_signals,  # the signals reach data workers, too
+        worker_init_fn=launch.ignore_stop_signals,  # the signals reach data workers, too
     )
     # All batches have the same shape: torch.compile would recompile for a smaller last batch.
     eval_data = eval_data.sample(args.eval_sequences).pad_to_multiple(micro_batch_size * world_size)
@@ -270,7 +272,7 @@ def main() -> None:
     scaler.scale(torch.zeros((), device=shard_device))  # creates the scale on the gradients' device
 
     # --- resume ---
-    run_dir = make_run_dir(args.save_dir, distributed.experiment_name(args), rank)
+    run_dir = make_run_dir(args)  # logs its path, and how to resume the run
     set_seed(args.seed + rank)  # Python's, NumPy's and PyTorch's RNGs, for dropout
     # Saved with the weights, the optimizer and the schedule: all that the next step depends on.
     state = {"step": 0}
@@ -281,18 +283,23 @@ def main() -> None:
         scaler.load_state_dict(state["scaler"])
         logger.info(f"resumed after step {state['step']} of {total_steps}")
     if state["step"] == total_steps:
-        logger.info(distributed.describe_complete_run(run_dir, total_steps))
+        logger.info(
+            "all steps of this run are done; to train longer, start a new run: give another -e"
+        )
         dist.barrier()
         dist.destroy_process_group()
         return
-    logger.info(f"the run's folder is {run_dir}; {distributed.resume_command(run_dir.name)}")
 
     # --- train ---
-    logger.info(describe_batch(micro_batch_size, world_size, accumulation, seq_length))
+    tokens_per_step = args.global_batch_size * seq_length
+    logger.info(
+        f"each step: {micro_batch_size} sequences x world size {world_size} x accumulation "
+        f"{accumulation} = {args.global_batch_size} sequences = {tokens_per_step} tokens"
+    )
     # wandb measures the machine it runs on, so --track-nodes starts a wandb run on each node.
     node = socket.gethostname() if args.track_nodes and local_rank == 0 else None
-    tracker = Tracker(run_dir, {**vars(args), **settings}, state["step"], rank, node)
-    progress_bar = cli.progress_bar(total_steps, state["step"], rank)
+    tracker = Tracker(run_dir, {**vars(args), **settings}, state["step"], node)
+    progress_bar = cli.progress("training", total=total_steps, initial=state["step"])
     token_flops = flops_per_token(model, config, seq_length)
     timers = PhaseTimers(device)
     logged_step = state["step"]
@@ -369,7 +376,7 @@ def main() -> None:
                 "loss": running_loss.item() / (state["step"] - logged_step),
                 "lr": step_lr,
                 "grad_norm": grad_norm.item(),
-                **timers.read(args.global_batch_size * seq_length, world_size, token_flops),
+                **timers.read(tokens_per_step, world_size, token_flops),
             }
             if scaler.is_enabled():
                 metrics["loss_scale"] = scaler.get_scale()
@@ -386,8 +393,7 @@ def main() -> None:
             with timers("evaluate"):
                 metrics |= evaluate(model, eval_dataloader, device, eval_data.tokens_per_byte)
         if len(metrics) > 1:
-            tracker.log(metrics)
-            cli.show_metrics(logger, progress_bar, metrics)
+            tracker.log(metrics)  # to metrics.jsonl, wandb and the log
         if state["step"] % args.ckpt_freq == 0 or last or stop:
             state["scaler"] = scaler.state_dict()
             with timers("save"):  # if the process is killed here, the previous checkpoint is valid
@@ -399,13 +405,14 @@ def main() -> None:
         checkpoints.finish()  # waits until the last checkpoint is written
     tracker.finish()
     if stop:
-        status = distributed.ask_for_requeue(run_dir, state["step"])  # tells the job script
+        status = launch.ask_for_requeue(run_dir, state["step"])  # tells the job script
         del batches  # ends the data workers
         dist.barrier()
         dist.destroy_process_group()
         sys.exit(status)
-    sample = models.sample_text(model, tokenizer, device, args.dataset_name, seq_length, args.seed)
-    logger.info(distributed.final_report(run_dir, metrics, *sample))
+    text = models.sample_text(model, tokenizer, device, args.dataset_name, seq_length, args.seed)
+    logger.info(f"a sample of the model:\n\n{text}\n\nthe run's folder is {run_dir}")
+    logger.info(f"to generate text with it: python 01-single-gpu/generate.py {run_dir}")
     dist.barrier()  # a rank that exits early would look like a failure to the other ranks
     dist.destroy_process_group()
 
@@ -415,7 +422,7 @@ def evaluate(model, dataloader: DataLoader, device: torch.device, tokens_per_byt
     """Return the loss in nats per token, the perplexity and the bits per byte of all tokens."""
     model.eval()  # turns dropout off
     total = torch.zeros(2, dtype=torch.float64, device=device)  # sum of losses, number of tokens
-    for batch in cli.progress(dataloader, "evaluation"):
+    for batch in cli.progress("evaluation", dataloader):
         batch = {key: t.to(device, non_blocking=True) for key, t in batch.items()}
         n_tokens = (batch["labels"][:, 1:] != -100).sum()  # padding has the label -100
         loss_sum = torch.where(n_tokens > 0, model(**batch).loss * n_tokens, 0)
@@ -431,4 +438,4 @@ def evaluate(model, dataloader: DataLoader, device: torch.device, tokens_per_byt
 
 
 if __name__ == "__main__":
-    distributed.run(main)
+    launch.run(main)

@@ -35,12 +35,13 @@ from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_di
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from common.cli import InputError
+from common.cli import RunError
 from common.data import Sequences
-from common.data.sources import BUILT_IN
-from common.distributed import check_agreement, gather, rank_and_world_size, resume_command
+from common.documents import BUILT_IN
+from common.launch import check_agreement, gather, rank_and_world_size, resume_command
 from common.models import PRESET_NAMES
 from common.storage import (
+    exists,
     explain_store_errors,
     is_remote,
     local_run_dir,
@@ -114,7 +115,7 @@ def save_checkpoint(
     """Save everything that the next step depends on; all ranks must call this.
 
     state: "step", and other values that are equal on all ranks. keep: how many checkpoints to
-    keep, the newest ones. Raises InputError if the checkpoint cannot be written, for example on
+    keep, the newest ones. Raises RunError if the checkpoint cannot be written, for example on
     a full disk; the previous checkpoint is kept.
     """
     content = collect_content(model, optimizer, lr_scheduler, state)
@@ -205,7 +206,7 @@ def load_checkpoint(
     """Load the newest complete checkpoint in place and return True, or return False for a new run.
 
     settings: from fixed_settings. All ranks must call this. If there are more ranks than when it
-    was saved, the new ones keep their RNG state. Raises InputError if the ranks have different
+    was saved, the new ones keep their RNG state. Raises RunError if the ranks have different
     settings, if the run was started with other ones, or if the checkpoint is damaged or of another
     model.
     """
@@ -218,20 +219,20 @@ def load_checkpoint(
     recorded = read_state(run_dir)
     saved = recorded.get("training")
     if saved is None and (path is not None or (run_dir / "best").exists()):
-        raise InputError(
+        raise RunError(
             f"{run_dir} has no state.json that describes a run like this: give another -e."
         )
     for name, value in fixed.items():
         if saved and saved.get(name, value) != value:
             setting = name if name in ORIGINS else f"--{name.replace('_', '-')}"
-            raise InputError(
+            raise RunError(
                 f"The run {run_dir} was started with {setting} {saved[name]}, not {value}"
                 f"{ORIGINS.get(name, '')}: give the old value again, or start a new run with "
                 "another -e."
             )
     damaged = gather({0: path and damaged_file(path)} if rank == 0 else {})[0]
     if damaged:
-        raise InputError(
+        raise RunError(
             f"The checkpoint file {damaged} is damaged: delete {path} to resume from an older "
             "checkpoint, or start a new run with another -e."
         )
@@ -246,7 +247,7 @@ def load_checkpoint(
     for name, moments in content["optimizer"]["state"].items():
         needed |= {f"optimizer.state.{name}.{key}" for key in moments}
     if missing := sorted(needed - known.keys()):
-        raise InputError(f"{path} does not contain {missing[0]}: give another -e.")
+        raise RunError(f"{path} does not contain {missing[0]}: give another -e.")
     if f"rng-{rank}.torch" not in known:
         del content[f"rng-{rank}"]
     # allow_partial_load: another release of PyTorch may use other names for some small values.
@@ -276,9 +277,11 @@ def _local_optimizer(optimizer: Optimizer) -> Optimizer:
 
 def get_rng_state() -> dict[str, object]:
     """Return the state of all random number generators that training may use."""
+    name, keys, *rest = np.random.get_state()
     rng = {
         "torch": torch.get_rng_state(),
-        "numpy": np.random.get_state(),
+        # A list: PyTorch's copy for an asynchronous checkpoint knows no arrays.
+        "numpy": (name, keys.tolist(), *rest),
         "python": random.getstate(),
     }
     if torch.cuda.is_available():
@@ -299,20 +302,21 @@ def set_rng_state(rng: dict[str, object]) -> None:
 def check_finite(
     run_dir: Path, step: int, loss: torch.Tensor, grad_norm: torch.Tensor | None
 ) -> None:
-    """Raise InputError if the loss or the norm of the gradients is not finite.
+    """Raise RunError if the loss or the norm of the gradients is not finite.
 
-    All ranks must call this with equal values, so that all of them stop before a checkpoint is
-    replaced. The norm is needed because a bad gradient changes the weights at once, but the loss
-    only in the next step. None: a loss scaler (float16) skips steps with such gradients.
+    All ranks must call this with equal values in each step that may be saved, so that all of them
+    stop before a checkpoint is replaced. The norm is needed because a bad gradient changes the
+    weights at once, but the loss only in the next step. None: a loss scaler (float16) skips steps
+    with such gradients.
     """
     values = {"loss": loss, "gradient norm": loss if grad_norm is None else grad_norm}
     if bad := [f"the {name} is {v.item()}" for name, v in values.items() if not v.isfinite()]:
         saved = max(complete_checkpoints(run_dir), default=None)
         kept = f"the checkpoint of step {saved} is kept" if saved else "nothing was saved"
-        raise InputError(
+        raise RunError(
             f"The training has diverged: at step {step} {' and '.join(bad)}; {kept}. Start a new "
             "run with a smaller --lr or more --warmup-steps. This run would diverge again, unless "
-            f"the hardware was at fault; {resume_command(run_dir.name)}"
+            f"the hardware was at fault; to resume it: {resume_command(run_dir.name)}"
         )
 
 
@@ -346,19 +350,19 @@ def _commit(folder: Path, step: int, keep: int) -> None:
 
 
 def _try(folder: Path, action: Callable[[], object], ranks: tuple[int, ...] | None = None) -> None:
-    """Do this on some ranks, or on all; if it fails on any, raise InputError on all."""
+    """Do this on some ranks, or on all; if it fails on any, raise RunError on all."""
     rank, _ = rank_and_world_size()
     failures = {}
     if ranks is None or rank in ranks:
         try:
             action()
         except (Exception, CheckpointException) as error:
-            failures[rank] = reason_of(error)
+            failures[rank] = failure_of(error)
     if failures := gather(failures):
         with contextlib.suppress(Exception):  # the next save tries again
             if rank == 0 and not is_complete(folder):
                 remove_folder(folder)
-        raise InputError(
+        raise RunError(
             f"The checkpoint {folder} could not be written ({next(iter(failures.values()))}): is "
             "the disk full? The previous checkpoint is kept; start the same command again to "
             "resume from it."
@@ -372,7 +376,7 @@ def complete_checkpoints(run_dir: Path) -> dict[int, Path]:
 
 def is_complete(folder: Path) -> bool:
     """Return whether DCP has finished this checkpoint."""
-    return (folder / ".metadata").exists()
+    return exists(folder / ".metadata")
 
 
 def damaged_file(path: Path) -> Path | None:
@@ -392,7 +396,7 @@ def damaged_file(path: Path) -> Path | None:
 
 
 def read_state(run_dir: Path) -> dict:
-    """Return the content of state.json, {} without one. Raises InputError if it is damaged."""
+    """Return the content of state.json, {} without one. Raises RunError if it is damaged."""
     file = run_dir / "state.json"
     try:
         state = json.loads(file.read_text(encoding="utf-8"))
@@ -402,7 +406,7 @@ def read_state(run_dir: Path) -> dict:
     except (FileNotFoundError, NotADirectoryError):
         return {}
     except (ValueError, KeyError, TypeError) as error:
-        raise InputError(f"{file} is damaged ({error!r}): give another -e.") from error
+        raise RunError(f"{file} is damaged ({error!r}): give another -e.") from error
 
 
 def _write_state(run_dir: Path, content: dict) -> None:
@@ -420,7 +424,7 @@ def _write_state(run_dir: Path, content: dict) -> None:
 def _folders(run_dir: Path) -> dict[int, Path]:
     """Return all folders of checkpoints by step, in order, complete or not."""
     parent = run_dir / "checkpoints"
-    folders = parent.iterdir() if parent.exists() else ()
+    folders = parent.iterdir() if exists(parent) else ()
     steps = {int(f.name[5:]): f for f in folders if re.fullmatch(r"step-\d+", f.name)}
     return dict(sorted(steps.items()))
 
@@ -449,7 +453,7 @@ def writer_of(path: Path) -> dcp.StorageWriter:
     return FsspecWriter(str(path), sync_files=False, **path.storage_options)
 
 
-def reason_of(error: BaseException) -> str:
+def failure_of(error: BaseException) -> str:
     """Return why a checkpoint's files failed. Ctrl-C on any rank is raised again."""
     if isinstance(error, CheckpointException):
         error = next(iter(error.failures.values()))[0]

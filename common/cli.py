@@ -1,7 +1,6 @@
-"""The command line: arguments, one-line errors, log lines and progress bars."""
+"""The command line: arguments, errors in one sentence, the log and progress bars."""
 
 import argparse
-import difflib
 import importlib.metadata
 import logging
 import math
@@ -9,6 +8,7 @@ import os
 import platform
 import re
 import shlex
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterable
@@ -22,16 +22,16 @@ HEAD_START_S = 5.0  # how long other ranks let rank 0 report an error before the
 
 # Only these variables are logged, because an environment also contains tokens and passwords.
 LOGGED_ENVIRONMENT = re.compile(
-    r"(CUDA_VISIBLE_DEVICES|HF_HOME|HF_HUB_OFFLINE|OMP_NUM_THREADS|PYTORCH_(CUDA_)?ALLOC_CONF"
-    r"|MASTER_(ADDR|PORT)|(LOCAL_|GROUP_)?RANK|(LOCAL_)?WORLD_SIZE|SLURM_(JOB_ID|NNODES|PROCID)"
-    r"|SLURM_RESTART_COUNT|SLURMD_NODENAME|GROUP_WORLD_SIZE|TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
-    r"|TORCHELASTIC_(RESTART_COUNT|MAX_RESTARTS)|(GLOO|NCCL)_SOCKET_IFNAME"
-    r"|NCCL_(DEBUG|IB_DISABLE|IB_HCA|P2P_DISABLE)|TORCH_DISTRIBUTED_DEBUG|WANDB_MODE)"
+    r"CUDA_VISIBLE_DEVICES|HF_HOME|HF_HUB_OFFLINE|OMP_NUM_THREADS|PYTORCH_(CUDA_)?ALLOC_CONF"
+    r"|MASTER_(ADDR|PORT)|((LOCAL_|GROUP_)?RANK|(LOCAL_|GROUP_)?WORLD_SIZE)"
+    r"|SLURM_(JOB_ID|NNODES|PROCID|RESTART_COUNT)|SLURMD_NODENAME|WANDB_MODE"
+    r"|TORCHELASTIC_(RESTART_COUNT|MAX_RESTARTS)|TORCH_(DISABLE_SHARE_RDZV_TCP_STORE"
+    r"|DISTRIBUTED_DEBUG)|(GLOO|NCCL)_SOCKET_IFNAME|NCCL_(DEBUG|IB_DISABLE|IB_HCA|P2P_DISABLE)"
 )
 
 
-class InputError(Exception):
-    """The user's input cannot be used. The message is one sentence that says what to do."""
+class RunError(Exception):
+    """A run cannot start or go on; one sentence says why and what to do, instead of a traceback."""
 
 
 class ArgumentParser(argparse.ArgumentParser):
@@ -57,10 +57,6 @@ class ArgumentParser(argparse.ArgumentParser):
             self.error(f"cannot read the line {arg_line!r} of the @file: {error}")
 
     def error(self, message: str) -> NoReturn:
-        unknown = re.match(r"unrecognized arguments: ([^\s=]+)", message)
-        known = [name for action in self._actions for name in action.option_strings]
-        if unknown and (similar := difflib.get_close_matches(unknown[1], known, n=1)):
-            message += f" (did you mean {similar[0]}?)"
         self.exit(2, f"{self.prog}: error: {message}; --help shows all arguments\n")
 
     def exit(self, status: int = 0, message: str | None = None) -> NoReturn:
@@ -68,7 +64,7 @@ class ArgumentParser(argparse.ArgumentParser):
         super().exit(status, message)
 
     def _print_message(self, message: str, file: IO[str] | None = None) -> None:
-        if os.environ.get("RANK", "0") == "0":  # all ranks have the same message
+        if _is_rank_0():  # all ranks have the same message
             super()._print_message(message, file)
 
 
@@ -79,47 +75,44 @@ class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
         return action.help if action.default is None else super()._get_help_string(action)
 
 
-def wait_for_rank_0(status: int) -> None:
-    """Wait before a rank other than 0 exits with an error, so that rank 0 can report it.
+def at_least(low: int | float, most: int | float = 2**31) -> Callable[[str], int | float]:
+    """Return an argparse type: a number of the type of `low`, from `low` to `most`."""
+    kind = "whole number" if isinstance(low, int) else "number"
 
-    A launcher reports the rank that exits first, and then kills the others.
-    """
-    if status and os.environ.get("RANK", "0") != "0":
-        time.sleep(HEAD_START_S)
-
-
-def _number(kind: type, accepts: Callable, description: str) -> Callable[[str], int | float]:
     def convert(text: str) -> int | float:
         try:
-            value = kind(text)
+            value = type(low)(text)
         except ValueError:
             value = math.nan
-        if not accepts(value):
-            raise argparse.ArgumentTypeError(f"{text!r} is not {description}")
+        if not low <= value <= most:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a {kind} from {low} to {most}")
         return value
 
     return convert
 
 
-def at_least(low: int | float) -> Callable[[str], int | float]:
-    """Return an argparse type: a number of the type of `low`, from `low` to 2^31."""
-    kind = "whole number" if isinstance(low, int) else "number"
-    description = f"a {kind} from {low} to {2**31}"
-    return _number(type(low), lambda value: low <= value <= 2**31, description)
-
-
-# Three more argparse types. `inf` is above zero, too.
-above_zero = _number(float, lambda value: value > 0, "a number above 0")
-decay = _number(float, lambda value: 0 <= value < 1, "a number from 0 to below 1")
-share = _number(float, lambda value: 0 < value <= 1, "a number above 0 and at most 1")
-
-
 def check_output(file: Path | None) -> None:
-    """Raise InputError if a new file already exists or if its folder is not writable."""
+    """Raise RunError if a new file already exists or if its folder is not writable."""
     if file and file.exists():
-        raise InputError(f"{file} already exists: give another file, or delete it.")
+        raise RunError(f"{file} already exists: give another file, or delete it.")
     if file and not os.access(file.parent, os.W_OK):
-        raise InputError(f"{file} cannot be written: give a file in another folder.")
+        raise RunError(f"{file} cannot be written: give a file in another folder.")
+
+
+def wait_for_rank_0(status: int) -> None:
+    """Wait before a rank other than 0 exits with an error, so that rank 0 can report it.
+
+    A launcher reports the rank that exits first, and then kills the others.
+    """
+    if status and not _is_rank_0():
+        time.sleep(HEAD_START_S)
+
+
+def _is_rank_0() -> bool:
+    return os.environ.get("RANK", "0") == "0"
+
+
+# --- the log ---
 
 
 class ProgressHandler(logging.Handler):
@@ -129,52 +122,33 @@ class ProgressHandler(logging.Handler):
         tqdm.tqdm.write(self.format(record), file=sys.stderr)
 
 
-def progress_bar(total_steps: int, steps_done: int, rank: int) -> tqdm.tqdm:
-    """Return a progress bar, which is visible on rank 0 only, and only if stderr is a terminal."""
-    disable = True if rank else None
-    return tqdm.tqdm(total=total_steps, initial=steps_done, unit="step", disable=disable)
+def start_log(args: argparse.Namespace, device: torch.device) -> None:
+    """Begin the log with the arguments, the versions, the device and LOGGED_ENVIRONMENT.
 
-
-def progress(items: Iterable, name: str) -> Iterable:
-    """Return the items again, with a progress bar that disappears when they end."""
-    disable = True if os.environ.get("RANK", "0") != "0" else None
-    return tqdm.tqdm(items, name, leave=False, disable=disable)
-
-
-def describe_run(args: argparse.Namespace, device: torch.device) -> str:
-    """Return the first lines of a log: arguments, versions, device and LOGGED_ENVIRONMENT."""
-    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
-    versions = (
-        f"python {platform.python_version()}, torch {torch.__version__}, "
-        f"transformers {importlib.metadata.version('transformers')}, {device.type} ({name}), "
-        f"{torch.get_num_threads()} threads"
+    Rank 0 logs what is INFO, other ranks only warnings. With ranks, a line names host and rank.
+    """
+    rank = os.environ.get("RANK")
+    place = "" if rank is None else f"[{socket.gethostname()}] [rank {rank}] "
+    logging.basicConfig(
+        level=logging.INFO if _is_rank_0() else logging.WARNING,
+        format=f"[%(asctime)s] {place}%(message)s",
+        handlers=[ProgressHandler()],
     )
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     environment = {k: v for k, v in sorted(os.environ.items()) if LOGGED_ENVIRONMENT.fullmatch(k)}
-    return (
-        f"arguments: {vars(args)}\nversions: {versions}\n"
+    logging.info(
+        f"arguments: {vars(args)}\n"
+        f"versions: python {platform.python_version()}, torch {torch.__version__}, "
+        f"transformers {importlib.metadata.version('transformers')}, {device.type} ({name}), "
+        f"{torch.get_num_threads()} threads\n"
         f"environment: {environment or 'no variable that affects training is set'}"
     )
 
 
-def show_metrics(logger: logging.Logger, bar: tqdm.tqdm, metrics: dict[str, float | None]) -> None:
-    """Log the most important metrics of a step, and show some of them at the progress bar."""
-    formats = {
-        "loss": "loss {:.4f}",
-        "lr": "lr {:.2e}",
-        "grad_norm": "grad norm {:.2f}",
-        "loss_scale": "loss scale {:,.0f}",
-        "share_changed": "{:.1%} of the weights changed",
-        "tokens_per_s": "{:,.0f} tokens/s",
-        "mfu": "MFU {:.1%}",
-        "eval_loss": "eval loss {:.4f}",
-        "perplexity": "perplexity {:.2f}",
-        "bits_per_byte": "{:.3f} bits/byte",
-        "time/wait_max": "waited up to {:.1f} ms for",
-    }
-    shown = {
-        key: f.format(metrics[key]) for key, f in formats.items() if metrics.get(key) is not None
-    }
-    if "time/wait_max" in shown:
-        shown["time/wait_max"] += f" rank {metrics['slowest_rank']} on {metrics['slowest_host']}"
-    logger.info(" | ".join([f"step {metrics['step']}/{bar.total}", *shown.values()]))
-    bar.set_postfix_str(", ".join(shown[key] for key in ("loss", "tokens_per_s") if key in shown))
+def progress(name: str, items: Iterable | None = None, **options: object) -> tqdm.tqdm:
+    """Return a progress bar in rank 0's terminal, of these items or to be updated.
+
+    options: of tqdm, such as total and initial.
+    """
+    # None disables the bar where stderr is no terminal.
+    return tqdm.tqdm(items, name, leave=False, disable=None if _is_rank_0() else True, **options)

@@ -9,7 +9,6 @@ import re
 from pathlib import Path
 
 import huggingface_hub
-import jinja2
 import torch
 import transformers
 from huggingface_hub import constants
@@ -28,7 +27,7 @@ from transformers import (
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-from common.cli import InputError
+from common.cli import RunError
 
 PRESETS = Path(__file__).parent / "presets"
 PRESET_NAMES = tuple(sorted(path.parent.name for path in PRESETS.glob("*/config.json")))
@@ -37,21 +36,22 @@ CAUSAL_ALTHOUGH_NOT_DECODER = ("gpt_neox", "gpt_neox_japanese")
 PROMPTS = {"python-stdlib": "    def"}  # of the sample of a model's text, by data set
 
 
-def load_config(name: str) -> PretrainedConfig:
+def load_config(name: str, tokenizer: PreTrainedTokenizerBase | None = None) -> PretrainedConfig:
     """Load the configuration of a model, with the attention that it is to use.
 
-    Raises InputError if there is none, or if it is not that of a causal language model: the losses
-    of a model that sees later tokens, or that does not shift its labels, would mean nothing.
+    A preset has no weights yet, so it adapts to another tokenizer: it takes the end-of-text token
+    and the vocabulary size, rounded up to a multiple of 64. Raises RunError if there is no
+    such model, if the tokenizer has more tokens than the model has embeddings, or if it is no
+    causal language model: the losses of a model that sees later tokens, or that does not shift its
+    labels, would mean nothing.
     """
     transformers.logging.set_verbosity_error()  # it warns about deliberate choices of this guide
     folder = resolve_model(name)
     try:
-        config = AutoConfig.from_pretrained(folder)
-        attention = causal_attention(config)
-        config = AutoConfig.from_pretrained(folder, use_cache=False, attn_implementation=attention)
+        config = AutoConfig.from_pretrained(folder, use_cache=False)
+        config._attn_implementation = causal_attention(config)
     except Exception as error:  # its fields are checked by code that raises many kinds of errors
-        remedy = "get its files again, or give another -m"
-        raise _cannot_load("model", name, "config.json", remedy, error) from error
+        raise cannot_load("model", name, error) from error
     encoder = getattr(config, "is_decoder", None) is False
     if (
         type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
@@ -59,9 +59,17 @@ def load_config(name: str) -> PretrainedConfig:
         or (encoder and config.model_type not in CAUSAL_ALTHOUGH_NOT_DECODER)
         or not all(hasattr(config, key) for key in ("vocab_size", "num_attention_heads"))
     ):
-        raise InputError(
+        raise RunError(
             f"The model {name} ({config.model_type}) is not a causal language model: choose one "
             "that predicts the next token, such as GPT-2 or Llama."
+        )
+    if tokenizer and name in PRESET_NAMES and tokenizer.name_or_path != str(PRESETS / "tokenizer"):
+        config.vocab_size = -(-len(tokenizer) // 64) * 64
+        config.eos_token_id = tokenizer.eos_token_id
+    if tokenizer and len(tokenizer) > config.vocab_size:
+        raise RunError(
+            f"The tokenizer has {len(tokenizer)} tokens and the model only {config.vocab_size} "
+            "embeddings: give the model's own with --tokenizer-name."
         )
     return config
 
@@ -69,109 +77,76 @@ def load_config(name: str) -> PretrainedConfig:
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a model; all presets have the same one (byte-level BPE, 4096 tokens).
 
-    Raises InputError if there is none, or if it has no end-of-text token to separate documents.
+    Raises RunError if there is none, or if it has no end-of-text token to separate documents.
     """
+    kind = "tokenizer" if Path(name).exists() else "model or tokenizer"
     is_preset = name in PRESET_NAMES
-    folder = str(PRESETS / "tokenizer") if is_preset else resolve_model(name, "tokenizer")
-    remedy = "give --tokenizer-name"
+    folder = str(PRESETS / "tokenizer") if is_preset else resolve_model(name, kind)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder)
     except Exception as error:  # the package tokenizers raises plain Exceptions
-        raise _cannot_load("tokenizer", name, "tokenizer", remedy, error) from error
+        raise cannot_load(kind, name, error) from error
     # transformers makes a tokenizer without a vocabulary if it finds no files.
     if len(tokenizer) <= len(tokenizer.all_special_ids):
-        raise InputError(f"{name} has no usable tokenizer: {remedy}.")
+        raise RunError(f"{name} has no usable tokenizer: give --tokenizer-name.")
     if tokenizer.eos_token_id is None:
-        raise InputError(f"The tokenizer of {name} has no end-of-text token: choose another one.")
+        raise RunError(f"The tokenizer of {name} has no end-of-text token: choose another one.")
     return tokenizer
 
 
-def check_sizes(
-    config: PretrainedConfig, tokenizer: PreTrainedTokenizerBase, seq_length: int | None
-) -> int:
-    """Return the sequence length in tokens: `seq_length` or, if that is None, the number of the
-    model's positions, but at most 1024.
+def sequence_length(config: PretrainedConfig, seq_length: int | None) -> int:
+    """Return `seq_length` or, if it is None, the number of the model's positions, but at most 1024.
 
-    A preset has no weights yet, so it adapts to another tokenizer: it takes the end-of-text token
-    and the vocabulary size, rounded up to a multiple of 64. Raises InputError if the sequence is
-    longer than the positions, or if the tokenizer has more tokens than the model has embeddings.
+    Raises RunError if the sequence is longer than the positions.
     """
-    is_preset = Path(config.name_or_path).parent == PRESETS
-    if is_preset and tokenizer and tokenizer.name_or_path != str(PRESETS / "tokenizer"):
-        config.vocab_size = -(-len(tokenizer) // 64) * 64
-        config.eos_token_id = tokenizer.eos_token_id
     positions = getattr(config, "max_position_embeddings", None) or seq_length or 1024
     if seq_length is not None and seq_length > positions:
-        raise InputError(
+        raise RunError(
             f"The model has {positions} positions: --seq-length {seq_length} is more than that, so "
             "give a smaller one."
-        )
-    if len(tokenizer) > config.vocab_size:
-        raise InputError(
-            f"The tokenizer has {len(tokenizer)} tokens and the model only {config.vocab_size} "
-            "embeddings: give the model's own with --tokenizer-name."
         )
     return seq_length or min(positions, 1024)
 
 
-def load_pretrained(name: str, config: PretrainedConfig) -> PreTrainedModel:
+def load_pretrained(
+    name: str,
+    config: PretrainedConfig | None,
+    model_class: type = AutoModelForCausalLM,
+) -> PreTrainedModel:
     """Load a model with its pretrained weights, in float32, on the CPU.
 
-    Raises InputError for a preset, which has no weights, and if the weights cannot be loaded.
-    """
-    return from_pretrained(AutoModelForCausalLM, name, config, {"dtype": torch.float32})
-
-
-def from_pretrained(
-    model_class: type, name: str, config: PretrainedConfig | None, options: dict[str, object]
-) -> PreTrainedModel:
-    """Call from_pretrained of a model class with these options. Raises InputError as above.
-
-    If the class is not that of a causal language model, a head that fits need not be in the files.
+    model_class: another class; its head need not be in the files. Raises RunError for a preset,
+    which has no weights, and if the weights cannot be loaded.
     """
     if name in PRESET_NAMES:
-        raise InputError(f"The preset {name} has no weights: leave out --pretrained.")
-    folder = resolve_model(name)
+        raise RunError(f"The preset {name} has no weights: leave out --pretrained.")
     # Without these, transformers draws missing tensors, and names wrong shapes in its log only.
-    options = {**options, "output_loading_info": True, "ignore_mismatched_sizes": True}
+    options = {"output_loading_info": True, "ignore_mismatched_sizes": True}
     try:
-        model, report = model_class.from_pretrained(folder, config=config, **options)
+        model, report = model_class.from_pretrained(
+            resolve_model(name), config=config, dtype=torch.float32, **options
+        )
     except (OSError, ValueError, RuntimeError, SafetensorError) as error:
-        remedy = "get its files again, or leave out --pretrained"
-        raise _cannot_load("model", name, "weights", remedy, error) from error
+        raise cannot_load("weights", name, error) from error
     drawn = {*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])}
     prefix = "" if model_class is AutoModelForCausalLM else f"{model.base_model_prefix}."
     if lost := sorted(key for key in drawn if key.startswith(prefix)):
-        raise InputError(
+        raise RunError(
             f"The weights of {name} have no {lost[0]} of the right shape: get all files that match "
             "config.json, or leave out --pretrained."
         )
     return model
 
 
-def find_layers(model: PreTrainedModel) -> list[nn.Module]:
-    """Return a model's transformer layers in order: the modules that transformers never splits.
-
-    Raises InputError if transformers does not list the classes of these modules.
-    """
-    names = model._no_split_modules or ()
-    layers = [module for module in model.modules() if type(module).__name__ in names]
-    if not layers:
-        kind = model.config.model_type
-        raise InputError(f"transformers does not say what the layers of {kind} are: use another.")
-    return layers
+def let_others_read(folder: Path) -> None:
+    """Give weights the mode of the other files: safetensors lets only the owner read them."""
+    for file in folder.glob("*.safetensors"):
+        file.chmod((folder / "config.json").stat().st_mode)
 
 
 # --- attention ---
 
 MODELS_WITHOUT_MASK = ("gpt2", "llama")
-# What selective activation checkpointing saves: the outputs of attention and of matmuls. All other
-# operations are cheap to compute again.
-ATTENTION = ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
-SAVED_OPS = [
-    *(getattr(torch.ops.aten, f"_scaled_dot_product_{kind}").default for kind in ATTENTION),
-    *(getattr(torch.ops.aten, name).default for name in ("mm", "addmm", "_scaled_mm")),
-]
 
 
 def causal_attention(config: PretrainedConfig) -> str:
@@ -226,41 +201,7 @@ def causal_sdpa(
 AttentionInterface.register("causal_sdpa", causal_sdpa)
 
 
-def let_others_read(folder: Path) -> None:
-    """Give weights the mode of the other files: safetensors lets only the owner read them."""
-    for file in folder.glob("*.safetensors"):
-        file.chmod((folder / "config.json").stat().st_mode)
-
-
-# --- text for a model, and a sample of its text ---
-
-
-def render_chat(
-    tokenizer: PreTrainedTokenizerBase,
-    messages: list[dict[str, str]],
-    add_generation_prompt: bool = False,
-) -> str:
-    """Return a conversation as one text, in the form of the tokenizer's chat template.
-
-    messages: each has a "role" (user, assistant, system) and a "content". add_generation_prompt:
-    end with the words after which an answer begins. Raises InputError if the tokenizer has no chat
-    template, or if the template does not accept the messages.
-    """
-    name = tokenizer.name_or_path
-    if not tokenizer.chat_template:
-        raise InputError(
-            f"The tokenizer of {name} has no chat template: give --tokenizer-name a folder with a "
-            "tokenizer and a chat_template.jinja."
-        )
-    try:
-        return tokenizer.apply_chat_template(
-            messages, tokenize=False, add_generation_prompt=add_generation_prompt
-        )
-    except jinja2.TemplateError as error:
-        raise InputError(
-            f"The chat template of {name} does not accept {str(messages)[:60]}... "
-            f"({_first_line(error)}): change the messages or the template."
-        ) from error
+# --- a sample of a model's text ---
 
 
 @torch.no_grad()
@@ -271,8 +212,8 @@ def sample_text(
     dataset_name: str,
     length: int,
     seed: int,
-) -> tuple[str, str]:
-    """Return a prompt, and the prompt with its continuation, up to `length` or 256 tokens.
+) -> str:
+    """Return a prompt with its continuation, up to `length` or 256 tokens.
 
     The prompt is the end-of-text token, after which a new document begins. For the built-in corpus
     it is the start of a method, because most of its documents begin with many lines of comment.
@@ -282,7 +223,7 @@ def sample_text(
     prompt = PROMPTS.get(dataset_name, tokenizer.eos_token)
     encoded = tokenizer(prompt, add_special_tokens=False, return_tensors="pt").to(device)
     if encoded["input_ids"].shape[1] >= length:
-        return prompt, prompt
+        return prompt
     model.eval()
     with torch.compiler.set_stance("force_eager"):  # it would compile once for every length
         tokens = model.generate(
@@ -297,7 +238,7 @@ def sample_text(
             pad_token_id=tokenizer.eos_token_id,
             synced_gpus=torch.distributed.is_initialized(),  # FSDP gathers weights for each token
         )
-    return prompt, tokenizer.decode(tokens[0], skip_special_tokens=True)
+    return tokenizer.decode(tokens[0], skip_special_tokens=True)
 
 
 # --- names: presets, local folders and hub ids ---
@@ -306,7 +247,7 @@ def sample_text(
 def resolve_model(name: str, kind: str = "model") -> str:
     """Return what transformers loads a model from: a preset's folder, a local folder or a hub id.
 
-    Only for a hub id is the hub asked. Raises InputError for a path that does not exist.
+    Only for a hub id is the hub asked. Raises RunError for a path that does not exist.
     """
     if name in PRESET_NAMES:
         return str(PRESETS / name)
@@ -318,10 +259,10 @@ def resolve_model(name: str, kind: str = "model") -> str:
 def prepare_for_hub(kind: str, name: str) -> None:
     """Before a name is looked up on the hub: make its libraries offline if it cannot be reached.
 
-    Raises InputError if the name cannot be a hub id, so it is a path that does not exist.
+    Raises RunError if the name cannot be a hub id, so it is a path that does not exist.
     """
     if not name or name[0] in "/.~" or name.count("/") > 1:
-        raise InputError(f"There is no {kind} at {name!r}: no such file or folder; check the path.")
+        raise RunError(f"There is no {kind} at {name!r}: no such file or folder; check the path.")
     hub_is_reachable()
 
 
@@ -342,26 +283,15 @@ def hub_is_reachable() -> bool:
     return True
 
 
-def not_found(kind: str, name: str, presets: tuple[str, ...], cause: Exception) -> InputError:
-    """Return an error that says why a model or a data set cannot be loaded."""
-    text = f"The {kind} {name!r} is neither a preset ({', '.join(presets)}) nor a local path"
+def cannot_load(kind: str, name: str, cause: Exception) -> RunError:
+    """Return an error that says what cannot be loaded, and quotes the library."""
+    text = re.sub(r":\s+", ": ", str(cause).strip())
+    reason = (text.splitlines() or [type(cause).__name__])[0].rstrip(".:")
+    if Path(name).exists():
+        return RunError(f"{name} has no usable {kind} ({reason}): check or replace its files.")
     if not hub_is_reachable():
-        return InputError(
-            f"{text}, it is not in the cache, and the hub ({constants.ENDPOINT}) cannot be "
-            "reached; what works offline: -d python-stdlib -m gpt2-tiny (the defaults), or local "
-            "paths."
-        )
-    return InputError(
-        f"{text}, and the hub does not provide it ({_first_line(cause)}): check the name."
+        reason = f"the hub ({constants.ENDPOINT}) cannot be reached"
+    return RunError(
+        f"There is no {kind} {name!r}: it is no preset, no local path and not in the cache, and "
+        f"{reason}; what always works: -d python-stdlib -m gpt2-tiny, or local paths."
     )
-
-
-def _cannot_load(kind: str, name: str, part: str, remedy: str, cause: Exception) -> InputError:
-    if Path(name).is_dir() or not isinstance(cause, OSError | ValueError):
-        return InputError(f"{name} has no usable {part} ({_first_line(cause)}): {remedy}.")
-    return not_found(kind, name, PRESET_NAMES, cause)
-
-
-def _first_line(error: Exception) -> str:
-    text = re.sub(r":\s+", ": ", str(error).strip())
-    return (text.splitlines() or [type(error).__name__])[0].rstrip(".:")

@@ -9,20 +9,17 @@ import hashlib
 import logging
 import re
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from pathlib import Path
 
 from filelock import FileLock
 from huggingface_hub import constants
 
-from common.cli import InputError
+from common.cli import RunError
 
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
 # Packages of object store clients. Their exceptions are not all OSErrors.
 STORE_CLIENTS = {"aiobotocore", "aiohttp", "azure", "botocore", "gcsfs", "google", "requests"}
-# Keys under which stores return something that changes with the content of an object.
-STAMPS = ("ETag", "etag", "md5Hash", "content_md5")
 
 
 def is_remote(path: object) -> bool:
@@ -33,7 +30,7 @@ def is_remote(path: object) -> bool:
 def as_path(path: str) -> Path:
     """Return the Path of a local file or folder, or the UPath of an address.
 
-    Raises InputError for an unknown kind of address, or if a package that it needs is missing.
+    Raises RunError for an unknown kind of address, or if a package that it needs is missing.
     """
     if not is_remote(path):
         return Path(path)
@@ -49,12 +46,12 @@ def as_path(path: str) -> Path:
         opened = UPath(path, **options)
         opened.fs  # noqa: B018  imports the packages for this kind of address
     except ImportError as error:
-        raise InputError(
+        raise RunError(
             f"{path} needs more packages ({error}): for s3://, install them with pip install "
             "--constraint requirements.txt --editable '.[s3]'."
         ) from error
     except ValueError as error:
-        raise InputError(f"{path} cannot be opened ({error}): check what is before ://.") from error
+        raise RunError(f"{path} cannot be opened ({error}): check what is before ://.") from error
     return opened
 
 
@@ -73,43 +70,42 @@ def local_run_dir(run_dir: Path) -> Path:
     return local_save_dir(run_dir.parent) / run_dir.name
 
 
-def cached_folder(
-    kind: str, key: object, fill: Callable[[Path], None], resumes: bool = False
-) -> Path:
+def cached_folder(kind: str, key: object, fill: Callable[[Path], None]) -> Path:
     """Return a folder below HF_HOME/<kind> that `fill` has filled once for this key.
 
     Processes that need the same folder at the same time wait for the first one. The folder exists
-    only if it is complete. Raises InputError if it cannot be written. resumes: after an error, what
-    `fill` has written stays, as it always does after a kill, and the next `fill` finds it.
+    only if it is complete; what an unfinished `fill` has written stays, for the next one. Raises
+    RunError if it cannot be written.
     """
     cache = Path(constants.HF_HOME) / kind
     folder = cache / hashlib.sha256(repr(key).encode()).hexdigest()[:32]
     unfinished = folder.with_suffix(".unfinished")
+    lock = FileLock(f"{folder}.lock")
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        lock = FileLock(f"{folder}.lock").acquire()
+        lock.acquire()
     except (OSError, NotImplementedError) as error:  # a cluster's file system may not have locks
-        raise _cannot_cache(cache, error) from error
-    with lock:
-        try:
-            if not folder.exists():
-                unfinished.mkdir(exist_ok=True)
-                fill(unfinished)
-                unfinished.replace(folder)
-        except OSError as error:
-            if not resumes:
-                shutil.rmtree(unfinished, ignore_errors=True)
-            if error.errno not in DISK_ERRORS:
-                raise  # an error of a store, from which `fill` reads
-            raise _cannot_cache(cache, error) from error
+        raise _cannot_write(cache, error) from error
+    try:
+        if not folder.exists():
+            unfinished.mkdir(exist_ok=True)
+            fill(unfinished)
+            unfinished.replace(folder)
+    except Exception as error:
+        cause = error  # the datasets library wraps what a disk says
+        while cause and getattr(cause, "errno", None) not in DISK_ERRORS:
+            cause = cause.__cause__
+        if cause is None:
+            raise
+        raise _cannot_write(cache, cause) from error
+    finally:
+        lock.release()
     return folder
 
 
-def _cannot_cache(cache: Path, error: Exception) -> InputError:
+def _cannot_write(cache: Path, error: Exception) -> RunError:
     reason = getattr(error, "strerror", None) or error
-    return InputError(
-        f"Cannot write to the cache {cache} ({reason}): set HF_HOME to another folder."
-    )
+    return RunError(f"Cannot write to the cache {cache} ({reason}): set HF_HOME to another folder.")
 
 
 def exists(path: Path) -> bool:
@@ -129,11 +125,6 @@ def remove_folder(path: Path) -> None:
         shutil.rmtree(path)
 
 
-def stamp_of(info: dict) -> str | None:
-    """Return the store's own mark of an object's content, such as an ETag, or None."""
-    return next((str(info[key]) for key in STAMPS if info.get(key)), None)
-
-
 def upload(run_dir: Path, name: str) -> None:
     """If a run is in a store, copy a file of its local folder there, if there is such a file.
 
@@ -149,7 +140,7 @@ def upload(run_dir: Path, name: str) -> None:
 
 
 def explain_store_errors(function: Callable) -> Callable:
-    """Decorate a function so that it raises InputError if an object store fails.
+    """Decorate a function so that it raises RunError if an object store fails.
 
     The function's first argument is a path or an address. FileNotFoundError is not changed.
     """
@@ -164,27 +155,12 @@ def explain_store_errors(function: Callable) -> Callable:
             reason = reason_of(error)
             if reason is None or not is_remote(path):
                 raise
-            raise InputError(
+            raise RunError(
                 f"{path} cannot be used ({reason}): check the address and the credentials, then "
                 "start the same command again."
             ) from error
 
     return explaining
-
-
-@contextmanager
-def as_os_errors() -> Iterator[None]:
-    """Turn an error of a store's client into an OSError whose strerror is the reason.
-
-    Unlike some of the clients' errors, an OSError can be pickled and sent to other ranks.
-    """
-    try:
-        yield
-    except Exception as error:
-        reason = reason_of(error)
-        if reason is None or (isinstance(error, OSError) and error.strerror):
-            raise
-        raise OSError(errno.EIO, reason) from error
 
 
 def reason_of(error: BaseException | None) -> str | None:

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig
 
-from common.distributed import gather, rank_and_world_size
+from common.launch import gather, rank_and_world_size
 
 # Peak bf16 FLOP/s without sparsity, from the vendors' data sheets, which the product pages link:
 # https://www.nvidia.com/en-us/data-center/h200/ (H100, H200), /a100/, /l40s/, /l4/, /dgx-b200/ and

@@ -1,21 +1,24 @@
-"""The folder of a run, and the metrics that are written to metrics.jsonl and to wandb."""
+"""The folder of a run, and the metrics: to metrics.jsonl, to wandb and to the log."""
 
+import argparse
 import contextlib
 import json
 import logging
 import math
 import os
+import re
 import socket
 import time
 import uuid
 from pathlib import Path
 from typing import IO
 
+import torch.distributed as dist
 from filelock import FileLock, Timeout
 
 from common import storage
-from common.cli import InputError
-from common.distributed import gather, rank_and_world_size
+from common.cli import RunError
+from common.launch import check_name, gather, rank_and_world_size, resume_command
 
 logger = logging.getLogger(__name__)
 
@@ -24,43 +27,73 @@ SEEN_WITHIN_S = 10.0  # a network file system shows a new file to other nodes af
 # After a restart, ranks of a lost node may still hold the lock until they give up. The other ranks
 # wait for --dist-timeout (default: 600 s); a shorter one ends this wait early.
 LOST_NODE_S = 500.0
-_locks: dict[Path, FileLock] = {}  # held until the process ends
+LOCKS: dict[Path, FileLock] = {}  # held until the process ends
+# What the log shows of a step's metrics, and how.
+SHOWN = {
+    "loss": "loss {:.4f}",
+    "lr": "lr {:.2e}",
+    "grad_norm": "grad norm {:.2f}",
+    "loss_scale": "loss scale {:,.0f}",
+    "share_changed": "{:.1%} of the weights changed",
+    "tokens_per_s": "{:,.0f} tokens/s",
+    "mfu": "MFU {:.1%}",
+    "eval_loss": "eval loss {:.4f}",
+    "perplexity": "perplexity {:.2f}",
+    "bits_per_byte": "{:.3f} bits/byte",
+}
+WAIT = ("time/wait_max", "slowest_rank", "slowest_host")  # shown together
 
 
-def make_run_dir(save_dir: str, experiment_name: str, rank: int) -> Path:
-    """Make and lock the folder <save_dir>/<experiment_name>, and return it; all ranks must call it.
+def make_run_dir(args: argparse.Namespace, resumes: bool = True) -> Path:
+    """Make, lock and log the folder args.save_dir/args.experiment_name; all ranks must call this.
 
-    Rank 0 holds the lock until its process ends. After a restart it waits for the lock, at most
-    LOST_NODE_S. For an address, the lock is a local file, so other machines do not see it.
+    Without a name, rank 0 chooses one. It holds the lock until its process ends. After a restart it
+    waits for the lock, at most LOST_NODE_S. For an address, the lock is a local file, so other
+    machines do not see it. resumes: whether the log says how to resume the run.
 
-    Raises InputError if the folder cannot be written, if another process is training in it, or if
-    it is not the same folder for all ranks.
+    Raises RunError if the name cannot be a folder's, if the folder cannot be written, if
+    another process is training in it, or if it is not the same folder for all ranks.
     """
-    run_dir = storage.as_path(save_dir) / experiment_name
+    rank, _ = rank_and_world_size()
+    run_dir = storage.as_path(args.save_dir) / _name_of(args)
     local = storage.local_run_dir(run_dir)
     restarts = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
     is_restart = any(int(os.environ.get(name, 0)) for name in restarts)
     try:
         local.mkdir(parents=True, exist_ok=True)
         if rank == 0:
-            lock = _locks.setdefault(local, FileLock(local / ".lock"))
+            lock = LOCKS.setdefault(local, FileLock(local / ".lock"))
             lock.acquire(timeout=LOST_NODE_S if is_restart else 0)
             (local / "requeue").unlink(missing_ok=True)  # from the previous start
     except Timeout as error:
-        raise InputError(
+        raise RunError(
             f"Another process is training in {run_dir}: wait for it, or give another -e."
         ) from error
     except (OSError, NotImplementedError) as error:  # a cluster's file system may not have locks
         reason = getattr(error, "strerror", None) or error
         flag = "--save-dir" if local == run_dir else "HF_HOME"
-        raise InputError(f"Cannot write to {local} ({reason}): give another {flag}.") from error
+        raise RunError(f"Cannot write to {local} ({reason}): give another {flag}.") from error
     _check_that_all_see_it(run_dir)
+    how = f"; to resume it after a stop: {resume_command(run_dir.name)}" if resumes else ""
+    logger.info(f"the run's folder is {run_dir}{how}")
     return run_dir
+
+
+def _name_of(args: argparse.Namespace) -> str:
+    """Return args.experiment_name, or a new name: model, data set, time and process of rank 0."""
+    if (name := args.experiment_name) is not None:
+        return check_name(name)
+    if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)):  # each restart would begin a new run
+        raise RunError("With --max-restarts a run needs a name that stays: give one with -e.")
+    model, dataset = Path(args.model_name).name, Path(args.dataset_name).stem
+    # With the process id, runs that start in the same second have different folders.
+    name = f"{model}-{dataset}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
+    return gather({0: re.sub(r"[^\w.-]+", "-", name)} if rank_and_world_size()[0] == 0 else {})[0]
 
 
 @storage.explain_store_errors
 def _check_that_all_see_it(run_dir: Path) -> None:
-    """Write a file. Raise InputError if that fails, or if a rank does not see it.
+    """Write a file. Raise RunError if that fails, or if a rank does not see it.
 
     A rank with another folder would save its part of each checkpoint there.
     """
@@ -68,17 +101,14 @@ def _check_that_all_see_it(run_dir: Path) -> None:
     mark = run_dir / f".seen-{gather({0: uuid.uuid4().hex} if rank == 0 else {})[0]}"
     if rank == 0:
         try:
-            with storage.as_os_errors():
-                if storage.is_remote(run_dir):
-                    mark.fs.pipe_file(mark.path, b"")
-                else:
-                    mark.touch()
-        except OSError as error:
-            raise InputError(
-                f"Cannot write to {run_dir} ({error.strerror}): check the address and the "
-                "credentials, or give another --save-dir."
-            ) from error
-    gather({})  # wait until rank 0 has made the file
+            if storage.is_remote(run_dir):
+                mark.fs.pipe_file(mark.path, b"")
+            else:
+                mark.touch()
+        except FileNotFoundError as error:  # s3fs says so if there is no such bucket
+            raise OSError(str(error)) from error
+    if dist.is_initialized():
+        dist.barrier()
     deadline = time.monotonic() + SEEN_WITHIN_S
     while not (seen := mark.exists()) and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -86,28 +116,28 @@ def _check_that_all_see_it(run_dir: Path) -> None:
     if rank == 0:
         mark.unlink()
     for other, host in not_seen.items():
-        raise InputError(
+        raise RunError(
             f"Rank {other} on {host} does not see {run_dir.absolute()} of rank 0: give a "
             "--save-dir on a file system that all nodes share."
         )
 
 
 class Tracker:
-    """Writes metrics.jsonl and reports to wandb, on rank 0 only; other ranks do nothing.
+    """Writes metrics to metrics.jsonl, wandb and the log, on rank 0; other ranks do nothing.
 
     run_dir: the run's folder. Its name is the name of the wandb run. The folder also keeps the id
         of the wandb run, so a new folder with the name of a deleted one begins a new wandb run.
-    config: what wandb stores in addition to the metrics (arguments, sizes).
+    config: what wandb stores in addition to the metrics (arguments, sizes, "total_steps").
     step: how many steps are done. Lines of later steps, which a run that was killed may have left,
         are removed, because those steps are trained again.
     node: None or, on one rank of each node, the name of the node. Then these ranks report to wandb,
         too, so that wandb shows the utilization of each node. All of them are one group.
     """
 
-    def __init__(
-        self, run_dir: Path, config: dict, step: int, rank: int = 0, node: str | None = None
-    ) -> None:
+    def __init__(self, run_dir: Path, config: dict, step: int, node: str | None = None) -> None:
+        rank, _ = rank_and_world_size()
         self._file = self._wandb = None
+        self._total_steps = config["total_steps"]
         if rank == 0:
             self._file = _open_metrics(run_dir, step)
         if (rank == 0 or node) and os.environ.get("WANDB_MODE") != "disabled":
@@ -119,6 +149,12 @@ class Tracker:
 
         Values that are not finite become null, because JSON cannot represent them.
         """
+        given = {key: value for key, value in metrics.items() if value is not None}
+        shown = [text.format(given[key]) for key, text in SHOWN.items() if key in given]
+        if "slowest_rank" in given:
+            wait, rank, host = (given[key] for key in WAIT)
+            shown.append(f"waited up to {wait:.1f} ms for rank {rank} on {host}")
+        logger.info(" | ".join([f"step {metrics['step']}/{self._total_steps}", *shown]))
         metrics = {
             key: None if isinstance(value, float) and not math.isfinite(value) else value
             for key, value in metrics.items()

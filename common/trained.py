@@ -15,11 +15,11 @@ from common.checkpoint import (
     complete_checkpoints,
     damaged_file,
     describe_model,
+    failure_of,
     read_state,
     reader_of,
-    reason_of,
 )
-from common.cli import InputError
+from common.cli import RunError
 from common.storage import explain_store_errors
 
 
@@ -36,15 +36,15 @@ class SavedCheckpoint(NamedTuple):
 def find_saved(run: Path, step: int | None) -> SavedCheckpoint:
     """Return a run's checkpoint of this step or, if it is None, the newest one; do not load it.
 
-    Raises InputError if there is no such checkpoint, or if state.json is damaged.
+    Raises RunError if there is no such checkpoint, or if state.json is damaged.
     """
     settings, kept = read_state(run).get("training"), complete_checkpoints(run)
     if settings is None or not kept:
-        raise InputError(f"{run} is no run's folder with a complete checkpoint: check the path.")
+        raise RunError(f"{run} is no run's folder with a complete checkpoint: check the path.")
     step = step or max(kept)
     if step not in kept:
         steps = ", ".join(map(str, sorted(kept)))
-        raise InputError(f"The run {run} keeps no checkpoint of step {step}: give one of {steps}.")
+        raise RunError(f"The run {run} keeps no checkpoint of step {step}: give one of {steps}.")
     return SavedCheckpoint(run, kept[step], step, settings)
 
 
@@ -56,22 +56,20 @@ def load_model(
 
     model_name, tokenizer_name: None for those of the run. dtype: of the parameters. Tied weights
     occur once; buffers that no checkpoint contains are left out. The optimizer state is not read.
-    Raises InputError if a file is missing or damaged, or if the names do not match the checkpoint.
+    Raises RunError if a file is missing or damaged, or if the names do not match the checkpoint.
     """
     sources = saved.settings.get("sources", {})  # older runs did not save them
     note = "" if sources or model_name else ", assumed because the run does not name its own"
     model_name = model_name or sources.get("model_name", "gpt2-tiny")
     tokenizer_name = tokenizer_name or sources.get("tokenizer_name") or model_name
-    config = models.load_config(model_name)
     tokenizer = models.load_tokenizer(tokenizer_name)
-    models.check_sizes(config, tokenizer, None)  # adapts a preset's vocabulary to the tokenizer
+    config = models.load_config(model_name, tokenizer)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     if describe_model(model) != saved.settings["model"]:
-        raise InputError(
+        raise RunError(
             f"{saved.run} has another model than {model_name}: give -m and --tokenizer-name."
         )
-    models.check_sizes(config, tokenizer, saved.settings["seq_length"])
     persistent = model.state_dict().keys()
     weights = {
         name: torch.empty(
@@ -84,11 +82,11 @@ def load_model(
     }
     try:
         if damaged := explain_store_errors(damaged_file)(saved.path):
-            raise InputError(f"The checkpoint file {damaged} is damaged: give another --step.")
+            raise RunError(f"The checkpoint file {damaged} is damaged: give another --step.")
         dcp.load({"model": weights}, storage_reader=reader_of(saved.path), no_dist=True)
     except (CheckpointException, FileNotFoundError) as error:
-        raise InputError(
-            f"The checkpoint {saved.path} cannot be read ({reason_of(error)}): if the run has "
+        raise RunError(
+            f"The checkpoint {saved.path} cannot be read ({failure_of(error)}): if the run has "
             "deleted it meanwhile, start the same command again."
         ) from error
     named = f"(model {model_name}, tokenizer {tokenizer_name}{note})"

@@ -38,7 +38,7 @@ from cluster import cluster  # noqa: F401
 from helpers import HIDES_GPUS, ROOT, read_metrics, write_corpus
 from runner import load_script
 
-from common import distributed
+from common import launch
 
 IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ  # of pytest-xdist
 
@@ -129,8 +129,8 @@ def hide_gpus(request, monkeypatch):
 
 @pytest.fixture(autouse=True)
 def forget_the_process_group(monkeypatch):
-    """A test may have had one in this process; distributed.run() would then end the worker."""
-    monkeypatch.setattr(distributed, "_kept_group", None)
+    """A test may have had one in this process; launch.run() would then end the worker."""
+    monkeypatch.setattr(launch, "_kept_group", None)
 
 
 @pytest.fixture

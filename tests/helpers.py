@@ -37,7 +37,7 @@ TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 HIDES_GPUS = "CUDA_VISIBLE_DEVICES"
 # To replace in a chapter's script: all batches that it evaluates, at the end of a run too, by two.
 EVALUATED_LITTLE = (
-    'for batch in cli.progress(dataloader, "evaluation"):',
+    'for batch in cli.progress("evaluation", dataloader):',
     "for _, batch in zip(range(2), dataloader):",
 )
 EXACT = ("loss", "lr", "grad_norm", "epoch", "eval_loss")

@@ -31,7 +31,7 @@ from nbclient import NotebookClient
 from nbformat import NotebookNode
 from traitlets.config import Config
 
-from common.data.sources import BUILT_IN, find_source
+from common.documents import BUILT_IN, find_documents
 
 ROOT = Path(__file__).parents[1]
 LIMIT_S = 600  # a lab takes at most two minutes on two cores; tests run beside one another
@@ -45,7 +45,7 @@ def labs() -> list[Path]:
 @functools.cache
 def corpus() -> str:
     """Return a digest of the built-in corpus."""
-    texts = (text for split in find_source(BUILT_IN, None, None).load() for text in split["text"])
+    texts = (row["text"] for row in find_documents(BUILT_IN, None, None).load())
     return hashlib.sha256("".join(texts).encode()).hexdigest()[:16]
 
 

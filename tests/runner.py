@@ -35,8 +35,7 @@ from torch.distributed.checkpoint import filesystem
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
-from common import checkpoint, cli, distributed, models
-from common.data import dataset
+from common import checkpoint, cli, data, launch, models
 
 ROOT = Path(__file__).parents[1]
 SAMPLED = 6  # tokens, with those of the prompt
@@ -352,13 +351,13 @@ def _end_with(status: int, main: Callable[[], None]) -> None:
     def leave(found: int) -> None:
         raise SystemExit(found)
 
-    leave_for_ever, distributed._exit = distributed._exit, leave
+    leave_for_ever, launch._exit = launch._exit, leave
     head_start, cli.HEAD_START_S = cli.HEAD_START_S, 0.0
     try:
-        distributed.run(main)
+        launch.run(main)
     except SystemExit as error:
         assert error.code == status, f"the status is {error.code}"
-    distributed._exit, cli.HEAD_START_S = leave_for_ever, head_start
+    launch._exit, cli.HEAD_START_S = leave_for_ever, head_start
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
@@ -433,7 +432,7 @@ def _child(
         runpy.run_path(script, run_name="__main__")
     else:
         sys.argv = [f"{chapter}/train_llm.py", *args]
-        distributed.run(load_abridged(chapter).main)
+        launch.run(load_abridged(chapter).main)
 
 
 def _kill(*_: object) -> None:
@@ -460,9 +459,9 @@ def after_steps(count: int, action: Callable[[], object]) -> RemovableHandle:
 @contextlib.contextmanager
 def _note_samples(path: Path) -> Iterator[None]:
     seen: list[int] = []
-    original = dataset.Sequences.__getitems__
+    original = data.Sequences.__getitems__
 
-    def getitems(self: dataset.Sequences, indices: list[int]) -> list[dict[str, torch.Tensor]]:
+    def getitems(self: data.Sequences, indices: list[int]) -> list[dict[str, torch.Tensor]]:
         if not torch.is_inference_mode_enabled() and torch.is_grad_enabled():
             seen.extend(indices)
         return original(self, indices)
@@ -474,11 +473,11 @@ def _note_samples(path: Path) -> Iterator[None]:
             file.write(json.dumps(seen) + "\n")
         seen.clear()
 
-    dataset.Sequences.__getitems__ = getitems
+    data.Sequences.__getitems__ = getitems
     handle = register_optimizer_step_post_hook(write)
     yield
     handle.remove()
-    dataset.Sequences.__getitems__ = original
+    data.Sequences.__getitems__ = original
 
 
 def _kill_in_save(nth: int, stage: str, action=_kill) -> None:

@@ -33,8 +33,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import precision
-from common import distributed, models, tracker
-from common.cli import InputError
+from common import models, tracker
+from common.cli import RunError
 
 NODES, FSDP, PRECISION = "03-multi-node", "04-fsdp", "05-mixed-precision"
 SMALL = ("-s", 32, "--global-batch-size", 6, "--max-steps", 4, "--log-freq", 1, "--lr", 2e-3)
@@ -78,12 +78,6 @@ def flags(folder: Path, name: str, *args: object) -> list[object]:
 
 
 # --- a device and a machine of another kind, which this one plays ---
-
-
-@contextlib.contextmanager
-def little_memory(n_bytes: int) -> Iterator[None]:
-    with mock.patch.object(distributed, "memory_bytes", lambda: n_bytes):
-        yield
 
 
 @contextlib.contextmanager
@@ -147,21 +141,13 @@ BF16, FP16, FP8 = (("--precision", name) for name in ("bf16", "fp16", "fp8"))
 
 def refused(folder: Path, nodes: Path) -> dict[str, tuple]:
     """Return by name: chapter, arguments, what to run it in, the sentence ("...": any words)."""
-    weights = read_weights(folder / "gpt2").values()
-    need = 4 * sum(4 * tensor.numel() for tensor in weights)  # bytes, of all ranks together
     no_bf16 = functools.partial(cannot_multiply_in, torch.bfloat16)
     no_fp16 = functools.partial(cannot_multiply_in, torch.float16)
     a100, h100 = (functools.partial(on_a_gpu, *version) for version in ((8, 0), (9, 0)))
     own_nodes = [functools.partial(on_a_node_of_its_own, nodes, rank) for rank in range(2)]
-    offload = (
-        "--cpu-offload needs more than the 0 GiB of memory that ... has: take more nodes or a "
-        "smaller model, or leave it out."
-    )
     one_node = "--hsdp replicates over nodes and there is one: leave it out."
     return {
         "one node": (FSDP, ("--hsdp",), None, one_node),
-        "offload": (FSDP, ("--cpu-offload",), functools.partial(little_memory, need - 1), offload),
-        "enough memory": (FSDP, ("--cpu-offload",), functools.partial(little_memory, need), None),
         "by default": (PRECISION, (), no_bf16, CANNOT.format("bf16")),
         "fp16": (PRECISION, FP16, no_fp16, CANNOT.format("fp16")),
         "fp32 works": (PRECISION, ("--precision", "fp32"), no_bf16, None),
@@ -225,7 +211,7 @@ def test_two_ranks_refuse(folder, tmp_path):
     before = set(listing(folder))
     assert_refused(2, cases, folder)
     new = {Path(path).relative_to(folder).parts[0] for path in listing(folder).keys() - before}
-    assert new == {"enough-memory", "fp32-works", "own-data"}, "nothing else is written"
+    assert new == {"fp32-works", "own-data"}, "nothing else is written"
     assert list((folder / "own-data").iterdir()) == [folder / "own-data/.lock"]
     for rank in range(2):
         found = {path.name for path in (tmp_path / str(rank)).rglob("*")} - {"corpus.json"}
@@ -274,7 +260,7 @@ def test_under_the_launch_file_rank_0_alone_speaks(folder):
 def test_the_first_gpu_with_fp8(capability, refused):
     """Ada, 8.9, gets past this check, to the one for torchao."""
     args = argparse.Namespace(precision="fp8", param_dtype="float32")
-    with on_a_gpu(*capability), pytest.raises(InputError) as error:
+    with on_a_gpu(*capability), pytest.raises(RunError) as error:
         precision.check_precision(args, None)
     assert ("compute capability" in str(error.value)) == refused
     assert ("needs torchao" in str(error.value)) != refused
@@ -284,7 +270,7 @@ def test_the_first_gpu_with_fp8(capability, refused):
 def test_two_precisions():
     for name in ("fp32", "tf32", "bf16", "fp16", "fp8"):
         args = argparse.Namespace(precision=name, param_dtype="bfloat16")
-        with pytest.raises(InputError) as error:
+        with pytest.raises(RunError) as error:
             precision.check_precision(args, torch.device("cpu"))
         assert str(error.value) == TWO_PRECISIONS.format(name)
 

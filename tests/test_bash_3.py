@@ -11,7 +11,7 @@ from helpers import ROOT
 pytestmark = pytest.mark.check
 
 # Not local_cluster.sh, which needs Linux anyway.
-FILES = sorted({*ROOT.glob("[0-9]*/launch*.sh"), *ROOT.glob("[0-9]*/*.sbatch")})
+FILES = sorted({*ROOT.glob("*/launch*.sh"), *ROOT.glob("[0-9]*/*.sbatch")})
 # A pattern for what bash 3.2 or the BSD tools do not have, and lines that use it.
 NEWER = {
     r"\b(mapfile|readarray|coproc)\b": ["mapfile -t HOSTS <hosts", "coproc ssh node1"],
@@ -57,14 +57,16 @@ def test_nothing_newer_than_bash_3():
 def test_launch_files_start_the_script_with_this_machines_bash(arguments, tmp_path):
     """On macOS that is bash 3.2. The programs that it starts print their arguments here."""
     program = tmp_path / "python"
-    plan = "printf '%s\\n' run outputs 2 1"
-    program.write_text(f'#!/bin/sh\n[ "$2" != common.distributed ] && echo "$@" || {plan}\n')
+    plan = "printf '%s\\n' 2 1 outputs/run"
+    program.write_text(f'#!/bin/sh\n[ "$2" != common.launch ] && echo "$@" || {plan}\n')
     program.chmod(0o755)
     for name in ("mpirun", "ssh"):
         (tmp_path / name).symlink_to(program)
     (tmp_path / "hosts").write_text("# two of them\nnode1 \n\nnode2\n")
-    for path in (path for path in FILES if path.suffix == ".sh"):
-        before = ["start", tmp_path / "hosts"] if path.name == "launch_ssh.sh" else []
+    for path in ROOT.glob("[0-9]*/launch*.sh"):
+        before = []
+        if path.name == "launch_ssh.sh":
+            before = ["start", tmp_path / "hosts", "-e", "run"]
         done = subprocess.run(
             ["bash", path, *before, *arguments],
             env={"PATH": f"{tmp_path}:{os.environ['PATH']}", "VIRTUAL_ENV": "active"},

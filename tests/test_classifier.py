@@ -30,7 +30,7 @@ from runner import ask_ranks, load_script, place_of
 from torch.distributed import TCPStore
 from transformers import pipeline
 
-from common.cli import InputError
+from common.cli import RunError
 
 from classification import batches
 from classification.batches import GroupedSampler, batches_of_rank
@@ -239,7 +239,7 @@ def test_built_in_default_beats_the_largest_class(tmp_path):
 def test_planted_another_example_or_class_on_a_rank(runs):
     for name, what in (("text", r"train examples with checksum \w{16}"), ("class", "classes .*")):
         value = what.split()[-1]
-        sentence = rf"InputError: Rank 1 on \S+ has {what}, rank 0 on \S+ has {value}: use the .*\."
+        sentence = rf"RunError: Rank 1 on \S+ has {what}, rank 0 on \S+ has {value}: use the .*\."
         assert re.fullmatch(sentence, runs.error(f"another_{name}", 2))
     assert "weather, wood, rank 0" in runs.error("another_class", 2)
 
@@ -258,7 +258,7 @@ def test_a_run_that_diverges_stops_and_keeps_the_best_model(runs, name, world_si
     folder = runs.folder / f"{name}-{world_size}"
     kept = f"the best model so far, of epoch 1, is kept in {folder}/best"
     assert runs.error(name, world_size) == (
-        f"InputError: The training has diverged: at step {step} the {value} is nan; "
+        f"RunError: The training has diverged: at step {step} the {value} is nan; "
         f"{kept if step > 8 else 'no model was saved'}. Start a new run with a smaller --lr or "
         "more --warmup-steps."
     )
@@ -417,7 +417,7 @@ BAD_TABLES = {
 def test_bad_tables(tmp_path, sentence):
     path = tmp_path / "table.csv"
     path.write_text(BAD_TABLES[sentence])
-    with pytest.raises(InputError, match=sentence) as error:
+    with pytest.raises(RunError, match=sentence) as error:
         load_examples(str(path))
     assert str(error.value).endswith(".") and "\n" not in str(error.value)
 

@@ -24,7 +24,7 @@ from helpers import (
 )
 from runner import server_context
 
-from common.cli import InputError
+from common.cli import RunError
 
 ALONE, DDP, FSDP = CHAPTERS[0], CHAPTERS[1], CHAPTERS[4]
 SCRIPT = ROOT / FSDP / "compare.py"
@@ -201,6 +201,6 @@ def test_bad_input(tmp_path, monkeypatch, args, sentence):
     monkeypatch.chdir(tmp_path)
     with script(SCRIPT.parent, ["compare.py", "--output", "new.json", *args]) as compare:
         monkeypatch.setattr(compare, "Ranks", None)  # nothing may start
-        with pytest.raises(InputError, match=sentence):
+        with pytest.raises(RunError, match=sentence):
             compare.main()
     assert not Path("new.json").exists()

@@ -1,21 +1,15 @@
 """From text to blocks of tokens, and the order that they are trained in."""
 
 import argparse
-import contextlib
+import bz2
 import csv
-import errno
 import functools
-import io
+import gzip
 import itertools
 import json
+import lzma
 import pickle
 import random
-import re
-import sys
-import time
-import tracemalloc
-import types
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -23,33 +17,23 @@ import pyarrow as pa
 import pyarrow.parquet
 import pytest
 import torch
-from helpers import read_metrics, register, run_script
+from datasets import Dataset, DatasetDict
+from helpers import read_metrics, run_script
 from runner import finish
 from runner import start as start_run
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
-from torch.utils.data import DataLoader, DistributedSampler, Subset
-from transformers import (
-    PreTrainedTokenizerFast,
-)
+from torch.utils.data import DataLoader, DistributedSampler
+from transformers import PreTrainedTokenizerFast
 
-from common.cli import InputError
-from common.data import (
-    IGNORED,
-    ResumableSampler,
-    Sequences,
-    load_sequences,
-    shards,
-    sources,
-    split_batch,
-    token_cache,
-)
-from common.data.sources import find_source
+from common import data, documents, shards
+from common.cli import RunError
+from common.data import IGNORED, ResumableSampler, Sequences, load_sequences, split_batch
 from common.models import load_tokenizer
 
 TEXTS = [
-    f"def function_{n}(self):\n    return {n} * 'Hüte, 你好, 🙂'\n" * (1 + n % 3)
+    f"def function_{n}(self):\n    return {n} * 'Hüte, 你好, 🙂<|endoftext|>'\n" * (1 + n % 3)
     for n in range(240)
 ]
 
@@ -65,23 +49,32 @@ def arguments(path: object, text_column: str | None = None):
 
 def write_form(folder: Path, form: str) -> Path:
     """Write TEXTS as a file or folder of this form and return its path."""
-    if form == "folder":
+    if form in ("folder", "compressed folder"):
         path = folder / "texts"
         path.mkdir()
         for number, text in enumerate(TEXTS):
-            (path / f"{number:03d}.txt").write_text(text, encoding="utf-8")
+            file = path / f"{number:03d}.txt"
+            if form == "folder":
+                file.write_text(text, encoding="utf-8")
+            else:
+                file.with_suffix(".txt.gz").write_bytes(gzip.compress(text.encode()))
         return path
-    path = folder / f"data.{form.split()[-1]}"
     rows = [{"text": text, "number": number} for number, text in enumerate(TEXTS)]
+    if form == "saved to disk":
+        DatasetDict(train=Dataset.from_list(rows)).save_to_disk(folder / "saved")
+        return folder / "saved"
+    path = folder / f"data.{form.rpartition('.')[2].split()[-1]}"
     if form == "array of strings.json":
-        path = folder / "data.json"
         path.write_text(json.dumps(TEXTS, ensure_ascii=False), encoding="utf-8")
     elif form == "array of objects.json":
-        path = folder / "data.json"
         path.write_text(json.dumps(rows), encoding="utf-8")
     elif form in ("lines.json", "lines.jsonl"):
-        path = folder / f"data.{form.split('.')[-1]}"
         path.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+    elif form.startswith("lines.jsonl."):
+        pack = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress}[path.suffix[1:]]
+        content = "".join(json.dumps(row) + "\n" for row in rows).encode()
+        path = path.with_suffix(f".jsonl{path.suffix}")
+        path.write_bytes(pack(content))
     elif form == "csv":
         with path.open("w", newline="", encoding="utf-8") as file:
             writer = csv.DictWriter(file, ["text", "number"])
@@ -100,7 +93,22 @@ FORMS = (
     "csv",
     "parquet",
     "folder",
+    "compressed folder",
+    "saved to disk",
+    "lines.jsonl.gz",
+    "lines.jsonl.bz2",
+    "lines.jsonl.xz",
 )
+
+
+def rows_of(sequences: Sequences) -> np.ndarray:
+    """Return all sequences [n, seq_length]."""
+    items = sequences.__getitems__(range(len(sequences)))
+    return torch.stack([item["input_ids"] for item in items]).numpy()
+
+
+def text_of(sequences: Sequences, tokenizer: object) -> str:
+    return tokenizer.decode(rows_of(sequences).reshape(-1).tolist())
 
 
 @pytest.fixture(scope="module")
@@ -110,8 +118,9 @@ def reference(tokenizer) -> dict[str, np.ndarray]:
     for split in ("train", "evaluation"):
         tokens = []
         for text in TEXTS:
-            if sources.is_held_out(text) == (split == "evaluation"):
-                tokens += [*tokenizer.encode(text), tokenizer.eos_token_id]
+            if documents.is_held_out(text) == (split == "evaluation"):
+                ids = tokenizer.encode(text, split_special_tokens=True)
+                tokens += [*ids, tokenizer.eos_token_id]
         reference[split] = np.array(tokens[: len(tokens) // 16 * 16]).reshape(-1, 16)
     return reference
 
@@ -120,49 +129,49 @@ def reference(tokenizer) -> dict[str, np.ndarray]:
 @pytest.mark.parametrize("form", FORMS)
 def test_the_same_documents_give_the_same_blocks(tmp_path, tokenizer, reference, form):
     train, evaluation = load_sequences(arguments(write_form(tmp_path, form)), tokenizer, 16)
-    assert np.array_equal(train.tokens, reference["train"])
-    assert np.array_equal(evaluation.tokens, reference["evaluation"])
+    assert np.array_equal(rows_of(train), reference["train"])
+    assert np.array_equal(rows_of(evaluation), reference["evaluation"])
 
 
 def check_that_tokens_do_not_depend_on_cores(
-    folder: Path, tokenizer: object, reference: dict, loader: Callable = DataLoader
+    folder: Path, tokenizer: object, reference: dict, patch: pytest.MonkeyPatch
 ) -> None:
-    """Tokenize TEXTS with no data worker and with two. `loader` makes them."""
-    workers = []
+    """Tokenize TEXTS in one process, and in two, each with several batches."""
+    patch.setattr(data, "BYTES_PER_PROCESS", 1)
+    patch.setattr(data, "ENCODED_AT_ONCE", 700)  # about 50 times
+    processes, original = [], Dataset.map
 
-    def note_workers(*args: object, **options: object) -> DataLoader:
-        workers.append(options["num_workers"])
-        return loader(*args, **options)
+    def noted_map(*args: object, num_proc: int | None = None, **options: object) -> Dataset:
+        processes.append(num_proc)
+        return original(*args, num_proc=num_proc, **options)
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(token_cache, "DataLoader", note_workers)
-        patch.setattr(token_cache, "BATCH_CHARACTERS", 700)  # about 50 batches
-        for cores in (0, 2):
-            patch.setattr(token_cache, "n_cores", lambda cores=cores: cores)
-            (folder / f"cores{cores}").mkdir()
-            path = write_form(folder / f"cores{cores}", "csv")
-            train, evaluation = load_sequences(arguments(path), tokenizer, 16)
-            assert np.array_equal(train.tokens, reference["train"]), "the tokens differ"
-            assert np.array_equal(evaluation.tokens, reference["evaluation"]), "the tokens differ"
-    # There are too few documents for evaluation to start workers for them.
-    assert workers == [0, 0, 2, 0], "other numbers of data workers"
-
-
-def test_tokens_do_not_depend_on_the_number_of_cores(tmp_path, tokenizer, reference):
-    check_that_tokens_do_not_depend_on_cores(tmp_path, tokenizer, reference)
+    patch.setattr(Dataset, "map", noted_map)
+    for cores in (1, 2):
+        patch.setattr(data, "n_cores", lambda cores=cores: cores)
+        (folder / f"cores{cores}").mkdir()
+        path = write_form(folder / f"cores{cores}", "csv")
+        train, evaluation = load_sequences(arguments(path), tokenizer, 16)
+        assert np.array_equal(rows_of(train), reference["train"]), "the tokens differ"
+        assert np.array_equal(rows_of(evaluation), reference["evaluation"]), "the tokens differ"
+    assert processes == [None, 2]
 
 
-def test_planted_workers_out_of_order_are_noticed(tmp_path, tokenizer, reference, monkeypatch):
-    encode = token_cache._Encoded.__getitem__
+def test_tokens_do_not_depend_on_the_number_of_cores(tmp_path, tokenizer, reference, monkeypatch):
+    check_that_tokens_do_not_depend_on_cores(tmp_path, tokenizer, reference, monkeypatch)
 
-    def first_batch_late(self, batch: list[str]) -> tuple:
-        time.sleep(0.5 * (batch[0] == TEXTS[0]))
-        return encode(self, batch)
 
-    monkeypatch.setattr(token_cache._Encoded, "__getitem__", first_batch_late)
-    unordered = functools.partial(DataLoader, in_order=False)
+def test_planted_parts_out_of_order_are_noticed(tmp_path, tokenizer, reference, monkeypatch):
+    """The second process's documents come first."""
+    encode = data.encode_documents
+
+    def encode_documents(*args: object) -> Dataset:
+        rows = encode(*args)
+        half = len(rows) // 2 * (data.n_cores() - 1)
+        return rows.select([*range(half, len(rows)), *range(half)]).flatten_indices()
+
+    monkeypatch.setattr(data, "encode_documents", encode_documents)
     with pytest.raises(AssertionError, match="the tokens differ"):
-        check_that_tokens_do_not_depend_on_cores(tmp_path, tokenizer, reference, unordered)
+        check_that_tokens_do_not_depend_on_cores(tmp_path, tokenizer, reference, monkeypatch)
 
 
 @pytest.mark.check
@@ -184,10 +193,11 @@ def test_built_in_corpus(tokenizer):
     train, evaluation = load_sequences(arguments("python-stdlib"), tokenizer, 128)
     assert len(train) > 10_000 and 100 < len(evaluation) < len(train) / 10
     assert 0.2 < train.tokens_per_byte < 0.35
-    text = tokenizer.decode(train.tokens[: len(train) // 2].reshape(-1).tolist())
+    text = tokenizer.decode(train.streams[0][: len(train.streams[0]) // 2].tolist())
     assert "class OrderedDict(dict):" in text or "class ArgumentParser(" in text
     root = Path(argparse.__file__).parent
-    files = [path.as_posix() for path in sources._files(root, (".py",), skip=sources.NOT_CODE)]
+    found = documents.list_files(root, skip=documents.NOT_CODE)
+    files = [path.relative_to(root).as_posix() for path in found if path.suffix == ".py"]
     assert "argparse.py" in files and "json/decoder.py" in files
     for unwanted in ("site-packages", "/test/", "test/", "encodings/", "idlelib", "_sysconfigdata"):
         assert not any(path.startswith(unwanted) or f"/{unwanted}" in path for path in files)
@@ -206,13 +216,13 @@ def word_tokenizer(n_tokens: int) -> PreTrainedTokenizerFast:
 def check_that_no_token_wraps(folder: Path, n_tokens: int) -> None:
     """Pack words with the lowest and the highest numbers of a vocabulary of this size."""
     tokenizer = word_tokenizer(n_tokens)
-    documents = sources.documents_of([f"w0 w1 w{n_tokens - 2}"] * 3)
-    token_cache.pack_documents(folder / "text", documents, tokenizer, num_workers=0)
-    facts = json.loads((folder / "text.json").read_text())
-    found = np.fromfile(folder / "text.bin", facts["dtype"]).tolist()
-    assert found == [0, 1, n_tokens - 2, n_tokens - 1] * 3
-    size = 2 if n_tokens <= 2**16 else 4
-    assert (folder / "text.bin").stat().st_size == size * facts["tokens"], "bytes per token"
+    path = folder / "texts.json"
+    path.write_text(json.dumps([f"w0 w{n} w{n_tokens - 2}" for n in range(500)]))
+    train, _ = load_sequences(arguments(path), tokenizer, 4)
+    assert {(row[0], *row[2:]) for row in rows_of(train).tolist()} == {
+        (0, n_tokens - 2, n_tokens - 1)
+    }
+    assert train.streams[0].itemsize == (2 if n_tokens <= 2**16 else 4), "bytes per token"
 
 
 @pytest.mark.check
@@ -221,22 +231,28 @@ def test_tokens_of_a_large_vocabulary_do_not_wrap(tmp_path, n_tokens):
     check_that_no_token_wraps(tmp_path, n_tokens)
 
 
+def parts_of(texts: list[str]) -> tuple[list[str], list[str]]:
+    """Return the texts for training and for evaluation."""
+    rows = Dataset.from_dict({"text": texts})
+    return tuple(list(documents.read_documents(rows, held_out)) for held_out in (False, True))
+
+
 @pytest.mark.check
-def test_split_is_stable_and_leaks_nothing(tmp_path, tokenizer):
-    held_out = [text for text in TEXTS if sources.is_held_out(text)]
+def test_split_is_stable_and_leaks_nothing():
+    held_out = [text for text in TEXTS if documents.is_held_out(text)]
     assert 2 <= len(held_out) <= 30
     shuffled = TEXTS * 2
     random.Random(1).shuffle(shuffled)
-    train, evaluation = sources.split_documents(sources.documents_of(shuffled))
-    assert sorted(evaluation["text"]) == sorted(held_out * 2)
-    assert not set(train["text"]) & set(evaluation["text"])
+    train, evaluation = parts_of(shuffled)
+    assert sorted(evaluation) == sorted(held_out * 2)
+    assert not set(train) & set(evaluation)
 
 
 @pytest.mark.check
 def test_a_worker_maps_the_file_and_gets_no_copy(tmp_path, tokenizer):
     blocks, _ = load_sequences(arguments(write_form(tmp_path, "csv")), tokenizer, 16)
     content = pickle.dumps(blocks.pad_to_multiple(1000))
-    assert len(content) < 1000 < blocks.tokens.nbytes
+    assert len(content) < 9000 < blocks.streams[0].nbytes
     again = pickle.loads(content)
     assert len(again) % 1000 == 0 and again.digest == blocks.digest
     assert torch.equal(again[7]["input_ids"], blocks[7]["input_ids"])
@@ -247,9 +263,9 @@ def test_few_documents_give_their_ends(tmp_path, tokenizer):
     path = tmp_path / "book.txt"
     text = "".join(f"Line {n} of the book.\n" for n in range(1000))
     path.write_text(text)
-    train, evaluation = sources.split_documents(sources.documents_of([text]))
-    assert train["text"][0] + evaluation["text"][0] == text
-    assert 0.04 < len(evaluation["text"][0]) / len(text) < 0.06
+    (train,), (evaluation,) = parts_of([text])
+    assert train + evaluation == text
+    assert 0.04 < len(evaluation) / len(text) < 0.06
     assert all(len(part) for part in load_sequences(arguments(path), tokenizer, 32))
 
 
@@ -257,9 +273,9 @@ def test_few_documents_give_their_ends(tmp_path, tokenizer):
 def test_second_start_reads_the_cache(tmp_path, tokenizer, monkeypatch):
     path = write_form(tmp_path, "folder")
     first = load_sequences(arguments(path), tokenizer, 16)
-    monkeypatch.setattr(token_cache, "pack_documents", None)  # calling it would fail
+    monkeypatch.setattr(data, "encode_documents", None)  # calling it would fail
     again = load_sequences(arguments(path), tokenizer, 16)
-    assert np.array_equal(first[0].tokens, again[0].tokens)
+    assert np.array_equal(rows_of(first[0]), rows_of(again[0]))
     monkeypatch.undo()
     (path / "000.txt").write_text("another text\n" * 20)
     changed = load_sequences(arguments(path), tokenizer, 16)
@@ -281,7 +297,7 @@ def test_a_subset_of_a_data_set(tmp_path, tokenizer):
         args = arguments(tmp_path)
         args.dataset_subset = name
         train, _ = load_sequences(args, tokenizer, 16)
-        text = tokenizer.decode(train.tokens.reshape(-1).tolist())
+        text = text_of(train, tokenizer)
         assert ("one" in text, "two" in text) == (name == "one", name == "two")
 
 
@@ -293,7 +309,7 @@ def test_another_column_of_a_file_is_another_text(tmp_path, tokenizer):
     path.write_text(f"{row}\n" * 3)
     for column in ("question", "answer"):
         train, _ = load_sequences(arguments(path, text_column=column), tokenizer, 16)
-        text = tokenizer.decode(train.tokens.reshape(-1).tolist())
+        text = text_of(train, tokenizer)
         assert ("What" in text, "this" in text) == (column == "question", column == "answer")
 
 
@@ -352,25 +368,25 @@ def test_batch_arithmetic(global_batch, world, most, expected):
     micro_batch_size, accumulation = split_batch(args, world, n_sequences=100)
     assert (micro_batch_size, accumulation) == expected
     assert micro_batch_size * accumulation * world == global_batch
-    with pytest.raises(InputError, match="7 devices cannot share --global-batch-size 24 evenly"):
+    with pytest.raises(RunError, match="7 devices cannot share --global-batch-size 24 evenly"):
         split_batch(argparse.Namespace(global_batch_size=24, batch_size=8), 7, n_sequences=100)
 
 
-def check_that_batches_are_their_rows(data: Sequences, expected: np.ndarray) -> None:
+def check_that_batches_are_their_rows(part: Sequences, expected: np.ndarray) -> None:
     """Read batches in one go, some with padding and with rows twice, without and with workers."""
-    n_padding = len(data) - len(expected)
+    n_padding = len(part) - len(expected)
     rows = [*expected.tolist(), *[[0] * expected.shape[1]] * n_padding]
     labels = [*expected.tolist(), *[[IGNORED] * expected.shape[1]] * n_padding]
-    order = [len(data) - 1, 0, len(expected) - 1, 2, 2, 1, len(expected) // 2, 3]
+    order = [len(part) - 1, 0, len(expected) - 1, 2, 2, 1, len(expected) // 2, 3]
     for workers in (0, 2):
-        batches = list(DataLoader(data, batch_size=4, sampler=order, num_workers=workers))
+        batches = list(DataLoader(part, batch_size=4, sampler=order, num_workers=workers))
         found = torch.cat([batch["input_ids"] for batch in batches])
         assert found.dtype == torch.int64
         assert found.tolist() == [rows[index] for index in order], "the rows differ"
         found = torch.cat([batch["labels"] for batch in batches])
         assert found.tolist() == [labels[index] for index in order], "the labels differ"
     for index in order:
-        assert data[index]["input_ids"].tolist() == rows[index], "the rows differ"
+        assert part[index]["input_ids"].tolist() == rows[index], "the rows differ"
 
 
 def stored_forms(folder: Path, padding: int) -> dict[str, tuple[Sequences, np.ndarray]]:
@@ -378,15 +394,16 @@ def stored_forms(folder: Path, padding: int) -> dict[str, tuple[Sequences, np.nd
     write_shards(folder / "tokens", "npy")
     np.save(folder / "tokens/b_train.npy", np.arange(70_000, 70_110, dtype="<u4"))
     files = shards.find_shards(str(folder / "tokens"))
-    in_shards, _ = shards.load_shards(files, word_tokenizer(10**5), 16)
+    streams, *facts = shards.open_shards(files, word_tokenizer(10**5))[0]
+    in_shards = Sequences(streams, 16, *facts)
     expected = [np.load(file)[: 16 * (len(np.load(file)) // 16)] for file in files[:2]]
     expected = np.concatenate(expected).astype(np.int64).reshape(-1, 16)
     expected.astype("<u4").tofile(folder / "map.bin")
-    mapped = Sequences(np.memmap(folder / "map.bin", "<u4", "r", shape=expected.shape), "", 1.0)
+    mapped = Sequences([np.memmap(folder / "map.bin", "<u4", "r")], 16, "", 1.0)
     forms = {"memory map": mapped, "shards": in_shards}
     return {
-        name: (data.pad_to_multiple(len(data) + padding) if padding else data, expected)
-        for name, data in forms.items()
+        name: (part.pad_to_multiple(len(part) + padding) if padding else part, expected)
+        for name, part in forms.items()
     }
 
 
@@ -435,8 +452,8 @@ def test_a_run_that_is_short_for_its_data_says_so(caplog, monkeypatch):
 @pytest.mark.check
 def test_a_folder_without_a_training_split_is_refused(tmp_path):
     (tmp_path / "test.csv").write_text("text\nhello\n")
-    with pytest.raises(InputError, match="has no split named train, only test: rename"):
-        sources.load_table(str(tmp_path), None)
+    with pytest.raises(RunError, match="has no split named train, only test: rename"):
+        documents.load_table(str(tmp_path), None)
 
 
 @pytest.mark.check
@@ -449,27 +466,94 @@ def test_a_name_that_means_something_else_to_the_library(tmp_path, monkeypatch, 
         Path(path).write_text("text\nright\n")
     for path in ("other.csv", "table1.csv"):
         Path(path).write_text("text\nwrong\n")
-    assert sources.load_table(name, None)["train"]["text"][:] == ["right"]
+    assert documents.load_table(name, None)["train"]["text"][:] == ["right"]
+
+
+def pieces_of(path: Path) -> list[tuple[str, bool]]:
+    rows = documents.find_documents(str(path), None, None).load()
+    return list(zip(rows["text"], rows["ends"], strict=True))
 
 
 @pytest.mark.check
-@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig", "utf-16"])
+@pytest.mark.parametrize("encoding", ["utf-8", "utf-8-sig"])
 def test_text_and_json_as_windows_writes_them(tmp_path, encoding):
-    (tmp_path / "a.txt").write_text("Straße\nund Bäume", encoding)
-    assert sources._read_text(tmp_path / "a.txt") == "Straße\nund Bäume"
-    if encoding != "utf-16":
-        (tmp_path / "a.json").write_text('["Bäume"]', encoding)
-        assert sources.read_json_strings(tmp_path / "a.json") == ["Bäume"]
+    (tmp_path / "a.txt").write_text("Straße\r\nund Bäume", encoding, newline="")
+    assert pieces_of(tmp_path / "a.txt") == [("Straße\nund Bäume", True)]
+    (tmp_path / "a.json").write_text('["Bäume"]', encoding)
+    assert documents.load_table(str(tmp_path / "a.json"), None)["train"]["text"][:] == ["Bäume"]
+
+
+@pytest.mark.check
+def test_bytes_that_are_not_utf_8(tmp_path, caplog):
+    (tmp_path / "a.txt").write_text("Straße", "utf-16")
+    with pytest.raises(RunError, match="is UTF-16: convert it"):
+        pieces_of(tmp_path / "a.txt")
+    (tmp_path / "b.txt").write_bytes(b"one \xff word")
+    assert pieces_of(tmp_path / "b.txt") == [("one \ufffd word", True)]
+    assert "b.txt is not UTF-8" in caplog.text
+
+
+@pytest.mark.check
+def test_a_large_file_is_read_in_pieces(tmp_path, tokenizer, monkeypatch):
+    """Pieces end at the end of a line; the end-of-text token comes where the file ends."""
+    monkeypatch.setattr(documents, "PIECE", 100)
+    for name in "ab":
+        lines = [f"{name} {n} of the lines of this document\n" for n in range(60)]
+        (tmp_path / f"{name}.txt").write_text("".join(lines))
+    pieces = pieces_of(tmp_path)
+    assert 20 < len(pieces) < 60 and all(text.endswith("\n") for text, _ in pieces)
+    whole = [(tmp_path / f"{name}.txt").read_text() for name in "ab"]
+    assert "".join(text for text, _ in pieces) == "".join(whole)
+    assert [number for number, (_, ends) in enumerate(pieces) if ends] == [
+        len(pieces) // 2 - 1,
+        len(pieces) - 1,
+    ]
+    train, evaluation = load_sequences(arguments(tmp_path), tokenizer, 16)
+    for part in (train, evaluation):
+        assert np.count_nonzero(part.streams[0] == tokenizer.eos_token_id) == 2
+
+
+@pytest.mark.check
+def test_the_name_of_a_special_token_is_text(tmp_path, tokenizer):
+    path = tmp_path / "texts.json"
+    texts = [f"{n}\n" + "what <|endoftext|> means\n" * 9 for n in range(300)]
+    path.write_text(json.dumps(texts))
+    train, evaluation = load_sequences(arguments(path), tokenizer, 16)
+    for part, expected in zip((train, evaluation), parts_of(texts), strict=True):
+        assert np.count_nonzero(part.streams[0] == tokenizer.eos_token_id) == len(expected)
+        text = tokenizer.decode(part.streams[0].tolist())
+        assert text.count("<|endoftext|> means") == 9 * len(expected)
+
+
+@pytest.mark.check
+def test_missing_values_of_a_csv_file_are_texts(tmp_path):
+    (tmp_path / "a.csv").write_text("text,label\nNA,1\nNone,2\nnull,3\nyes,4\n")
+    table = documents.load_table(str(tmp_path / "a.csv"), None)["train"]
+    assert table["text"][:] == ["NA", "None", "null", "yes"] and table["label"][:] == [1, 2, 3, 4]
+
+
+@pytest.mark.check
+def test_a_folder_of_several_kinds_is_asked_back(tmp_path):
+    (tmp_path / "book.txt").write_text("text\n" * 9)
+    (tmp_path / "titles.csv").write_text("text\nA title\n")
+    with pytest.raises(RunError, match=r"files of several kinds \(.*book.txt.*\): give one"):
+        documents.find_documents(str(tmp_path), None, None)
+    (tmp_path / "README.md").write_text("A card, as data sets of the hub have it.\n")
+    (tmp_path / "book.txt").unlink()
+    assert documents.load_table(str(tmp_path), None)["train"]["text"][:] == ["A title"]
+    (tmp_path / "lost.csv").symlink_to(tmp_path / "nowhere")
+    with pytest.raises(RunError, match=r"lost\.csv is a link to nothing"):
+        documents.find_documents(str(tmp_path), None, None)
 
 
 @pytest.mark.check
 def test_tokens_are_stored_once_for_all_sequence_lengths(tmp_path, tokenizer, monkeypatch):
     path = write_form(tmp_path, "csv")
     long = load_sequences(arguments(path), tokenizer, 32)[0]
-    monkeypatch.setattr(token_cache, "pack_documents", None)  # calling it would fail
+    monkeypatch.setattr(data, "encode_documents", None)  # calling it would fail
     short = load_sequences(arguments(path), tokenizer, 16)[0]
     assert short.digest == long.digest
-    assert np.array_equal(short.tokens.reshape(-1)[: long.tokens.size], long.tokens.reshape(-1))
+    assert np.array_equal(rows_of(short).reshape(-1)[: rows_of(long).size], rows_of(long).ravel())
 
 
 @pytest.mark.check
@@ -489,154 +573,41 @@ def test_order_is_that_of_distributed_sampler(n, world_size, drop_last):
 @pytest.mark.parametrize("setting", ["truncation", "padding"])
 def test_a_tokenizer_that_was_saved_with_limits_keeps_all_text(tmp_path, setting):
     """Its tokenizer.json can ask for truncation or padding, which must not change a corpus."""
-    documents = sources.documents_of(["short", TEXTS[2] * 20])
+    path = tmp_path / "texts.json"
+    path.write_text(json.dumps(["short", TEXTS[2] * 20]))
+    found = []
     for name in ("plain", setting):
         tokenizer = load_tokenizer("gpt2-tiny")
         if name == "truncation":
             tokenizer.backend_tokenizer.enable_truncation(16)
         elif name == "padding":
             tokenizer.backend_tokenizer.enable_padding()
-        token_cache.pack_documents(tmp_path / name, documents, tokenizer, 0)
-    plain, limited = ((tmp_path / f"{name}.bin").read_bytes() for name in ("plain", setting))
-    assert plain == limited and len(plain) > 200
+        found.append(load_sequences(arguments(path), tokenizer, 16)[0].streams[0])
+    assert np.array_equal(*found) and len(found[0]) > 100
 
 
-# --- progress, and a full disk ---
-
-
-class Terminal(io.StringIO):
-    def isatty(self) -> bool:
-        return True
+# --- an interruption ---
 
 
 @pytest.mark.check
-def test_the_rank_that_tokenizes_shows_progress(tmp_path, tokenizer, caplog):
-    """Tokenize as rank 1, which may hold the lock; with a clock on which a batch takes 10 s."""
-    clock, documents = itertools.count(0, 10), sources.documents_of(TEXTS)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("RANK", "1")
-        patch.setattr(token_cache, "BATCH_CHARACTERS", 2000)
-        patch.setattr(token_cache, "time", types.SimpleNamespace(monotonic=lambda: next(clock)))
-        patch.setattr(sys, "stderr", log := io.StringIO())
-        caplog.set_level("WARNING")  # as on all ranks but 0
-        caplog.clear()
-        token_cache.pack_documents(tmp_path / "log", documents, tokenizer, 0)
-        lines = [record.getMessage() for record in caplog.records]
-        n_batches = len(list(token_cache._read_batches(Subset(documents, range(240)))))
-        assert n_batches > 10 and n_batches // 4 <= len(lines) <= n_batches // 2, "no lines"
-        assert all(re.fullmatch(r"tokenizing: \d+ of 240 documents", line) for line in lines)
-        assert not log.getvalue(), "a progress bar in a log"
-        caplog.clear()
-        patch.setattr(sys, "stderr", terminal := Terminal())
-        token_cache.pack_documents(tmp_path / "bar", documents, tokenizer, 0)
-        assert "tokenizing:" in terminal.getvalue() and "/240 [" in terminal.getvalue(), "no bar"
-        assert not caplog.records, "lines beside a progress bar"
+def test_an_interrupted_tokenization_starts_again(tmp_path, tokenizer, reference, monkeypatch):
+    """What was left by it changes nothing."""
+    path, write = write_form(tmp_path, "csv"), data.write_tokens
+
+    def stop(file: Path, *args: object) -> None:
+        file.write_bytes(b"half")
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(data, "write_tokens", stop)
+    with pytest.raises(KeyboardInterrupt):
+        load_sequences(arguments(path), tokenizer, 16)
+    monkeypatch.setattr(data, "write_tokens", write)
+    train, evaluation = load_sequences(arguments(path), tokenizer, 16)
+    assert np.array_equal(rows_of(train), reference["train"])
+    assert np.array_equal(rows_of(evaluation), reference["evaluation"])
 
 
-@pytest.mark.check
-def test_a_full_disk_loses_little(tmp_path, tokenizer, reference):
-    """The disk is full after the 123rd document; notes are made after each fifth."""
-    path, encode, encoded = write_form(tmp_path, "csv"), token_cache._Encoded.__getitem__, []
-
-    def encode_until_full(self, batch: list[str]) -> tuple:
-        if len(encoded) == 123:
-            raise OSError(errno.ENOSPC, "No space left on device")
-        encoded.append(batch)
-        return encode(self, batch)
-
-    def encode_and_count(self, batch: list[str]) -> tuple:
-        encoded.append(batch)
-        return encode(self, batch)
-
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(token_cache, "n_cores", lambda: 0)
-        patch.setattr(token_cache, "BATCH_CHARACTERS", 1)
-        patch.setattr(token_cache, "BATCHES_PER_NOTE", 5)
-        patch.setattr(token_cache._Encoded, "__getitem__", encode_until_full)
-        with pytest.raises(InputError, match="No space left on device"):
-            load_sequences(arguments(path), tokenizer, 16)
-        patch.setattr(token_cache._Encoded, "__getitem__", encode_and_count)
-        train, evaluation = load_sequences(arguments(path), tokenizer, 16)
-    assert np.array_equal(train.tokens, reference["train"])
-    assert np.array_equal(evaluation.tokens, reference["evaluation"])
-    assert len(encoded) == len(TEXTS) + 123 - 120, "started again"
-
-
-# --- very large corpora ---
-
-
-@pytest.mark.check
-def test_memory_does_not_grow_with_the_corpus(tmp_path, tokenizer, monkeypatch):
-    """Of 1.2 MB of text, all texts at once would need 5 MB, and all of their tokens 14 MB."""
-    monkeypatch.setattr(token_cache, "BATCH_CHARACTERS", 2**14)
-    for number in range(110):
-        lines = [f"{number} {n % 977} of the lines of this document\n" for n in range(300)]
-        (tmp_path / f"{number}.txt").write_text("".join(lines))
-    sources.documents_of(["text"])  # imports the library
-    tracemalloc.start()
-    try:
-        train, evaluation = find_source(str(tmp_path), None, None).load()
-        token_cache.pack_documents(tmp_path / ".train", train, tokenizer, 0)
-        _, peak = tracemalloc.get_traced_memory()
-    finally:
-        tracemalloc.stop()
-    assert len(train) + len(evaluation) == 110
-    assert peak < 2 * 2**20
-
-
-def write_halfway(path: Path, documents: object, tokenizer: object, stop_after: int) -> None:
-    """Tokenize one document a batch, with a note after each fifth, and stop after some."""
-    encode = token_cache._Encoded.__getitem__
-
-    def stop(self, batch: list) -> tuple:
-        if len(called) == stop_after:
-            raise KeyboardInterrupt
-        called.append(batch)
-        return encode(self, batch)
-
-    called = []
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(token_cache._Encoded, "__getitem__", stop)
-        with contextlib.suppress(KeyboardInterrupt):
-            token_cache.pack_documents(path, documents, tokenizer, 0)
-
-
-def check_that_tokenizing_resumes(folder: Path, tokenizer: object) -> None:
-    documents = sources.documents_of(TEXTS[:30])
-    token_cache.pack_documents(folder / "whole", documents, tokenizer, 0)
-    write_halfway(folder / "part", documents, tokenizer, stop_after=13)
-    assert not (folder / "part.json").exists()
-    assert json.loads((folder / "part.progress").read_text())["documents"] == 10
-    write_halfway(folder / "part", documents, tokenizer, stop_after=20)  # the rest is 20
-    for suffix in (".bin", ".json"):
-        parts = [(folder / f"{name}{suffix}").read_bytes() for name in ("whole", "part")]
-        assert parts[0] == parts[1], "the tokens differ"
-
-
-@pytest.mark.check
-def test_an_interrupted_tokenization_resumes(tmp_path, tokenizer, monkeypatch):
-    monkeypatch.setattr(token_cache, "BATCH_CHARACTERS", 1)
-    monkeypatch.setattr(token_cache, "BATCHES_PER_NOTE", 5)
-    check_that_tokenizing_resumes(tmp_path, tokenizer)
-
-
-UNNOTED = ('file.truncate(done["tokens"] * dtype.itemsize)', "pass")
-register("common/data/token_cache.py", [UNNOTED])
-
-
-@pytest.mark.check
-def test_planted_tokenization_that_keeps_what_was_not_noted(tmp_path, tokenizer, monkeypatch):
-    monkeypatch.setattr(token_cache, "BATCH_CHARACTERS", 1)
-    monkeypatch.setattr(token_cache, "BATCHES_PER_NOTE", 5)
-    source, wrong = Path(token_cache.__file__).read_text(), {"__name__": "planted"}
-    exec(source.replace(*UNNOTED), wrong)
-    planted = wrong["pack_documents"]
-    monkeypatch.setitem(wrong, "_Encoded", token_cache._Encoded)
-    monkeypatch.setitem(wrong, "BATCH_CHARACTERS", 1)
-    monkeypatch.setitem(wrong, "BATCHES_PER_NOTE", 5)
-    monkeypatch.setattr(token_cache, "pack_documents", planted)
-    with pytest.raises(AssertionError, match="the tokens differ"):
-        check_that_tokenizing_resumes(tmp_path, tokenizer)
+# --- ready-made tokens ---
 
 
 def write_shards(folder: Path, form: str, dtype: str = "<u2") -> list[np.ndarray]:
@@ -673,28 +644,26 @@ def test_ready_made_tokens(tmp_path, tokenizer, form):
 @pytest.mark.check
 def test_ready_made_tokens_that_cannot_be_used(tmp_path, tokenizer):
     def refused(reason: str) -> None:
-        with pytest.raises(InputError, match=reason):
+        with pytest.raises(RunError, match=reason):
             load_sequences(arguments(tmp_path / "tokens"), tokenizer, 16)
 
     write_shards(tmp_path / "tokens", "llm.c")
     path = tmp_path / "tokens/b_train.bin"
     whole = path.read_bytes()
     path.write_bytes(whole[:4] + b"\2" + whole[5:])
-    refused("header of version 2")
+    refused("a header of version 2")
     path.write_bytes(whole[:-2])
-    refused("does not have the 110 tokens of its header")
+    refused("a header of version 1 with 110 tokens")
     path.write_bytes(whole[:-2] + b"\xff\xff")
-    refused("the token 65535")
-    path.write_bytes(b"ab")
-    refused("shorter than one sequence")
+    refused("token 65535, and the tokenizer has 4096")
     path.unlink()
     np.save(path.with_suffix(".npy"), np.zeros(100))
-    refused("has float64")
+    refused("float64")
     np.save(path.with_suffix(".npy"), np.zeros((50, 50), dtype="<u2"))
-    refused("has 2 dimensions")
+    refused("uint16 .50, 50.")
     for content in (b"no array", b""):
         path.with_suffix(".npy").write_bytes(content)
-        refused("is not an array")
+        refused("does not hold tokens")
     for other in ("a_train.bin", "b_train.npy"):
         (tmp_path / "tokens" / other).unlink()
     refused("no shard for training")
@@ -703,15 +672,15 @@ def test_ready_made_tokens_that_cannot_be_used(tmp_path, tokenizer):
 @pytest.mark.check
 def test_ready_made_tokens_have_the_bits_per_byte_of_their_text(tmp_path, tokenizer):
     """End-of-text tokens are not text, as where documents are tokenized here."""
-    documents = sources.documents_of(["x = 1\n"] * 500)
-    token_cache.pack_documents(tmp_path / "packed", documents, tokenizer, 0)
-    facts = json.loads((tmp_path / "packed.json").read_text())
+    texts = [f"x = {n}\n" for n in range(500)]
+    (tmp_path / "texts.json").write_text(json.dumps(texts))
+    own, _ = load_sequences(arguments(tmp_path / "texts.json"), tokenizer, 10)
     (tmp_path / "tokens").mkdir()
     for name in ("a", "b", ".hidden"):
-        (tmp_path / f"tokens/{name}.bin").write_bytes((tmp_path / "packed.bin").read_bytes())
+        own.streams[0].tofile(tmp_path / f"tokens/{name}.bin")
     train, evaluation = load_sequences(arguments(tmp_path / "tokens"), tokenizer, 10)
-    assert len(train) == len(evaluation) == facts["tokens"] // 10
-    assert evaluation.tokens_per_byte == pytest.approx(facts["tokens"] / facts["bytes"])
+    assert len(train) == len(evaluation) == len(own)
+    assert evaluation.tokens_per_byte == pytest.approx(own.tokens_per_byte)
 
 
 @pytest.mark.check

@@ -41,7 +41,7 @@ def compare(tmp_path, monkeypatch, capsys, *names: str) -> tuple[int, str]:
     monkeypatch.setattr(sys, "argv", ["compare_runs.py", *folders])
     capsys.readouterr()
     with pytest.raises(SystemExit) as end:
-        compare_runs.distributed.run(compare_runs.main)
+        compare_runs.launch.run(compare_runs.main)
     said = capsys.readouterr()
     return end.value.code, said.out + said.err
 

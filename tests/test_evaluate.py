@@ -21,9 +21,9 @@ from tokenizers.models import WordLevel
 from torch.distributed import TCPStore
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from common import distributed, models
-from common.cli import InputError
-from common.data.sources import find_source
+from common import launch, models
+from common.cli import RunError
+from common.documents import find_documents, read_documents
 
 from trained_model import load_trained
 
@@ -68,7 +68,7 @@ def provide(folder: Path, name: str) -> None:
 @pytest.fixture
 def evaluate(monkeypatch, capfd, saved, tmp_path):
     """Return a function that runs the script in this process and returns what it wrote as JSON."""
-    for name in distributed.RANK_VARIABLES:  # the script sets them
+    for name in launch.RANK_VARIABLES:  # the script sets them
         monkeypatch.setenv(name, "0")
         monkeypatch.delenv(name)
 
@@ -92,8 +92,8 @@ def evaluate(monkeypatch, capfd, saved, tmp_path):
 def tokens_of(saved: Path, split: str) -> list[int]:
     """Return a part of the corpus as one line of tokens, without the code for training's data."""
     tokenizer = models.load_tokenizer("gpt2-tiny")
-    train, evaluation = find_source(str(saved / "corpus.json"), None, None).load()
-    texts = {"train": train, "evaluation": evaluation}[split]["text"]
+    documents = find_documents(str(saved / "corpus.json"), None, None).load()
+    texts = read_documents(documents, split == "evaluation")
     return [token for text in texts for token in [*tokenizer(text)["input_ids"], 0]]
 
 
@@ -232,7 +232,7 @@ def refuse_ranks(rank: int, port: int, args: tuple, world_size: int, queue) -> N
     sys.argv = ["evaluate.py", *map(str, args)]
     try:
         script.main()
-    except InputError as error:
+    except RunError as error:
         queue.put((rank, str(error)))
 
 
@@ -282,7 +282,7 @@ def test_a_run_is_evaluated_on_its_own_data(evaluate, saved, tmp_path, capfd, mo
     letters = save_letters(saved / "other-letters", "hgfedcba \n")
     assert evaluate("own", "--tokenizer-name", letters)["loss"] != own_loss
     assert f"(model llama-tiny, tokenizer {letters})" in capfd.readouterr().out
-    with pytest.raises(InputError, match="another model than gpt2-tiny"):
+    with pytest.raises(RunError, match="another model than gpt2-tiny"):
         evaluate("own", "-m", "gpt2-tiny")
 
 
@@ -320,8 +320,8 @@ def test_unknown_tokens_are_counted(evaluate, saved):
     model = ("llama-folder", "-s", 32)  # a folder's weights take any tokenizer that is small enough
     assert evaluate(*model)["unknown"] == 0
     folder = save_letters(saved / "no-h", "abcdefg \n")
-    _, evaluation = find_source(str(saved / "corpus.json"), None, None).load()
-    expected = sum(text.count("h") for text in evaluation["text"])
+    documents = find_documents(str(saved / "corpus.json"), None, None).load()
+    expected = sum(text.count("h") for text in read_documents(documents, held_out=True))
     assert evaluate(*model, "--tokenizer-name", folder)["unknown"] == expected > 10
 
 
@@ -332,8 +332,9 @@ def test_bits_per_byte_is_of_the_text(evaluate, saved):
     before = evaluate("llama-folder", "-s", 32)
     facts = evaluate("llama-folder", "-s", 32, "--tokenizer-name", folder)
     assert facts["bytes"] == before["bytes"] and facts["tokens"] > 1.2 * before["tokens"]
-    _, evaluation = find_source(str(saved / "corpus.json"), None, None).load()
-    assert facts["bytes"] == sum(len(text.encode()) for text in evaluation["text"])
+    documents = find_documents(str(saved / "corpus.json"), None, None).load()
+    evaluation = list(read_documents(documents, held_out=True))
+    assert facts["bytes"] == sum(len(text.encode()) for text in evaluation)
     assert facts["tokens"] == facts["bytes"] + len(evaluation), "an end after each document"
     assert facts["unknown"] == 0
     for each in (before, facts):
@@ -381,7 +382,7 @@ def test_bad_input(evaluate, saved, tmp_path, monkeypatch, capfd):
         monkeypatch.setattr(sys, "argv", ["evaluate.py", *map(str, args)])
         capfd.readouterr()
         with pytest.raises(SystemExit) as exit_:
-            distributed.run(load_script(SCRIPT).main)
+            launch.run(load_script(SCRIPT).main)
         out, err = capfd.readouterr()
         lines = [line for line in err.splitlines() if not line.startswith("tokenized ")]
         assert exit_.value.code == 2 and not out and len(lines) == 1, err

@@ -21,7 +21,7 @@ from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from common import checkpoint, distributed, models, trained
+from common import checkpoint, launch, models, trained
 
 SCRIPT = ROOT / "04-fsdp/export.py"
 SMALL = ["-s", 32, "--global-batch-size", 6, "--max-steps", 4, "--ckpt-freq", 2, "--log-freq", 1]
@@ -107,7 +107,7 @@ def refuse(monkeypatch, capfd, tmp_path):
         monkeypatch.setattr(sys, "argv", ["export.py", *map(str, args)])
         capfd.readouterr()
         with pytest.raises(SystemExit) as exit_:
-            distributed.run(load_script(SCRIPT).main)
+            launch.run(load_script(SCRIPT).main)
         out, err = capfd.readouterr()
         assert exit_.value.code == 2 and not out, err
         assert len(err.splitlines()) == 1 and err.endswith(".\n"), err
@@ -286,7 +286,9 @@ def test_bad_input(runs, refuse, tmp_path):
     )
     assert "another model than gpt2: give -m" in refuse(runs / "gpt2", target, "-m", "gpt2")
     assert "no checkpoint of step 3: give one of 2, 4" in refuse(runs / "gpt2", target, "--step", 3)
-    assert "There is no model at" in refuse(runs / "gpt2", target, "-m", tmp_path / "nope")
+    assert "There is no model or tokenizer at" in refuse(
+        runs / "gpt2", target, "-m", tmp_path / "nope"
+    )
     assert "has no usable tokenizer" in refuse(runs / "gpt2", target, "--tokenizer-name", runs)
     target.mkdir()
     (target / "thesis.txt").write_text("the only copy")

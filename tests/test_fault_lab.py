@@ -117,7 +117,7 @@ def test_out_of_memory(lab):
     assert "Signal 9 (SIGKILL) received by PID" in killed
     assert re.search(r"exitcode +: -9 .*\n  error_file: <N/A>", killed)
     fixed = lab("out-of-memory", fixed=True)["out-of-memory"]
-    assert "8 sequences x 2 devices x 12 micro-batches = 192 sequences" in fixed
+    assert "8 sequences x world size 2 x accumulation 12 = 192 sequences" in fixed
 
 
 @pytest.mark.nightly

@@ -23,7 +23,7 @@ from transformers import AutoModelForCausalLM
 
 from common import models
 from common.data import load_sequences
-from common.data.sources import is_held_out
+from common.documents import is_held_out
 
 
 @pytest.fixture(scope="module")
@@ -149,7 +149,7 @@ def test_the_columns_that_are_text(hub, tokenizer):
 
     def read(*args: object) -> list[str]:
         parts = load_sequences(arguments(*args), tokenizer, 16)
-        return [tokenizer.decode(part.tokens.reshape(-1).tolist()) for part in parts]
+        return [tokenizer.decode(part.streams[0].tolist()) for part in parts]
 
     train, evaluation = read(hub / "squad", "context")
     assert train.startswith("In the train part, context 0 tells of many things. In the train")
@@ -162,7 +162,7 @@ def test_the_columns_that_are_text(hub, tokenizer):
     expected = "<|endoftext|>".join(text for text in texts if not is_held_out(text))
     assert expected.startswith(train[:-20]) and len(train) > len(expected) - 100
     assert evaluation.count("### Response:") > 5
-    with pytest.raises(models.InputError, match="one of id, title, context, question"):
+    with pytest.raises(models.RunError, match="one of id, title, context, question"):
         read(hub / "squad")
 
 

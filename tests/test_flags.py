@@ -18,7 +18,7 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, GPT2LMHeadModel
 
-from common import distributed
+from common import launch
 from common.data import load_sequences
 from common.models import load_config, load_tokenizer
 
@@ -100,7 +100,7 @@ class Seen:
 
 def be_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """Be one process that no launcher has started, and let no script change that for others."""
-    for name, value in distributed.SINGLE_PROCESS.items():
+    for name, value in launch.SINGLE_PROCESS.items():
         monkeypatch.setenv(name, value)
 
 
@@ -233,7 +233,11 @@ BUGS = {
         "the",
     ),
     "kept": ("state, args.keep_checkpoints", "state, 2", "the checkpoints"),
-    "tokens": ("timers.read(args.global_batch_size", "timers.read(micro_batch_size", "the tokens"),
+    "tokens": (
+        "timers.read(tokens_per_step",
+        "timers.read(micro_batch_size * seq_length",
+        "the tokens",
+    ),
 }
 
 

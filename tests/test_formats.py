@@ -6,6 +6,7 @@ Each check takes a script as a module. It must hold for the script, and fail for
 import contextlib
 import itertools
 import math
+import shlex
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -211,7 +212,8 @@ def test_the_chapter_s_script_with_random_rounding(tmp_path, corpus):
         names = [name for name in before if name != "lm_head.weight"]  # the embedding, once more
         changed = sum((before[name] != after[name]).sum().item() for name in names)
         assert share == changed / sum(before[name].numel() for name in names)
-    assert f"to resume it after a stop: python {wrappers[0]} {wrappers[1]} {SCRIPT}" in done.stderr
+    resume = shlex.join(map(str, ["python", *wrappers, SCRIPT, *options]))
+    assert f"to resume it after a stop: {resume}\n" in done.stderr
 
 
 # --- planted bugs ---

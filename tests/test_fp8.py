@@ -20,8 +20,8 @@ from transformers import AutoModelForCausalLM
 from transformers.pytorch_utils import Conv1D
 
 import precision
-from common import models
-from common.cli import InputError
+from common import models, sharding
+from common.cli import RunError
 
 TORCHAO = ROOT / ".venv/torchao"
 CHAPTER, FIRST = "05-mixed-precision", "01-single-gpu"
@@ -127,14 +127,14 @@ def convert() -> dict:
         before = {name: id(p) for name, p in block.named_parameters()}
         try:
             count = precision.convert_to_fp8([block], 16)
-        except InputError as error:
+        except RunError as error:
             answers[side] = str(error)
             continue
         kept = before == {name: id(p) for name, p in block.named_parameters()}
         answers[side] = (count, kept, [type(layer).__name__ for layer in block])
     for name in ("gpt2-tiny", "llama-tiny"):
         model = AutoModelForCausalLM.from_config(models.load_config(name))
-        count = precision.convert_to_fp8(models.find_layers(model), 16)
+        count = precision.convert_to_fp8(sharding.find_layers(model), 16)
         answers[name] = (count, type(model.get_output_embeddings()).__name__)
     return answers
 

@@ -28,9 +28,9 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
-from common import models
-from common.cli import InputError
-from common.distributed import SINGLE_PROCESS
+from common import models, sharding
+from common.cli import RunError
+from common.launch import SINGLE_PROCESS
 
 CHAPTER = "04-fsdp"
 SELECTIVE, FULL = FSDP_OPTIONS["selective"], FSDP_OPTIONS["full"]
@@ -82,11 +82,11 @@ def test_find_layers_knows_the_layers_by_no_split_modules(preset, layer):
     config = models.load_config(preset)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
-    layers = models.find_layers(model)
+    layers = sharding.find_layers(model)
     assert [type(each).__name__ for each in layers] == [layer] * config.num_hidden_layers
     model._no_split_modules = None  # planted
-    with pytest.raises(InputError, match=r"^transformers does not say what the layers of \w+ are"):
-        models.find_layers(model)
+    with pytest.raises(RunError, match=r"^transformers does not say what the layers of \w+ are"):
+        sharding.find_layers(model)
 
 
 @pytest.fixture(scope="module")
@@ -262,7 +262,7 @@ def test_blocks_are_gathered_twice_per_step_or_once(ladder, count, run):
 
 ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 LLAMA = ("-m", "llama-narrow")
-NO_PRODUCTS = ("models.SAVED_OPS", "models.SAVED_OPS[:-3]")
+NO_PRODUCTS = ("contexts, SAVED_OPS)", "contexts, SAVED_OPS[:-3])")
 NOT_WRAPPED = (
     "layer.forward = partial(recompute, layer.forward,",
     "(lambda *_, **__: 0)(",

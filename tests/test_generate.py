@@ -19,7 +19,7 @@ from transformers import (
     RepetitionPenaltyLogitsProcessor,
 )
 
-from common import checkpoint, distributed, models
+from common import checkpoint, launch, models
 
 SCRIPT = ROOT / "01-single-gpu/generate.py"
 NAMES = ["gpt2-tiny", "llama-tiny"]
@@ -287,7 +287,7 @@ def refuse(generate, monkeypatch, capfd):
         monkeypatch.setattr(sys, "stdin", io.StringIO("def\n"))
         capfd.readouterr()
         with pytest.raises(SystemExit) as exit_:
-            distributed.run(load_script(SCRIPT).main)
+            launch.run(load_script(SCRIPT).main)
         out, err = capfd.readouterr()
         assert exit_.value.code == 2 and not out, err
         *said, sentence = err.splitlines()

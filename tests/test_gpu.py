@@ -39,7 +39,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from common import checkpoint
-from common.distributed import SINGLE_PROCESS
+from common.launch import SINGLE_PROCESS
 from common.models import causal_attention
 from precision import FP8_CAPABILITY
 
@@ -266,7 +266,7 @@ def test_two_launchers_of_half_the_gpus_are_one_of_all(tmp_path):
         for gpus in halves
     ]
     said = "".join(map(ends_well, nodes))
-    assert f" x {2 * half} devices x " in said and f"on {socket.gethostname()}" in said
+    assert f" x world size {2 * half} x " in said and f"on {socket.gethostname()}" in said
     one, two = (read_metrics(tmp_path / name) for name in ("one", "two"))
     assert_close(one, two, 1e-5, 1e-3)
     alone = train_in_shell(tmp_path, "alone", SCRIPT)

@@ -128,7 +128,7 @@ def test_same_training_in_two_dimensions(ladder, run):
     assert_two_dimensions(ladder, run)
 
 
-MESH = 'sharding["mesh"] = distributed.mesh_of_nodes(device)'
+MESH = 'sharding["mesh"] = mesh_of_nodes(device)'
 SYNC = "model.set_requires_gradient_sync(last_backward or args.reduce_every_backward)"
 # By name: what must be red, and what is replaced in the script.
 BUGS = {
@@ -137,7 +137,7 @@ BUGS = {
         "the parts are not where",
         (
             MESH,
-            "mesh = distributed.mesh_of_nodes(device); names = mesh.mesh_dim_names; "
+            "mesh = mesh_of_nodes(device); names = mesh.mesh_dim_names; "
             "sharding['mesh'] = type(mesh)('cpu', mesh.mesh.T, mesh_dim_names=names)",
         ),
     ),

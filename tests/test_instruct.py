@@ -34,7 +34,7 @@ from runner import RunsByRanks
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common import models
-from common.cli import InputError
+from common.cli import RunError
 from common.data import IGNORED
 
 import conversations
@@ -263,7 +263,7 @@ def test_only_answers_and_their_ends_have_labels(tokenizer):
 def test_prompt_has_the_tokens_with_which_generation_starts(tokenizer):
     messages = as_messages("What is it?", "    an answer that begins with spaces")
     input_ids, labels = encode(messages, tokenizer)
-    prompt = models.render_chat(tokenizer, messages[:1], add_generation_prompt=True)
+    prompt = tokenizer.apply_chat_template(messages[:1], tokenize=False, add_generation_prompt=True)
     tokens = tokenizer(prompt, add_special_tokens=False)["input_ids"]
     assert prompt == "user:\nWhat is it?\nassistant:\n"
     assert input_ids[: labels.count(IGNORED)] == tokens
@@ -327,7 +327,7 @@ def test_built_in_example(tokenizer):
     texts = [set(tokenizer.batch_decode(part.rows[:, 0])) for part in (train, evaluation)]
     assert not texts[0] & texts[1]
     args.text_column = "question,answer"
-    with pytest.raises(InputError, match="python-stdlib is no table: leave out"):
+    with pytest.raises(RunError, match="python-stdlib is no table: leave out"):
         load_conversations(args, tokenizer, 128)
 
 
@@ -375,7 +375,7 @@ def test_bad_tables(rows, sentence, tmp_path):
     path = tmp_path / "table.parquet"
     Dataset.from_dict(rows).to_parquet(path)
     args = argparse.Namespace(dataset_name=str(path), dataset_subset=None, text_column=None)
-    with pytest.raises(InputError, match=sentence) as error:
+    with pytest.raises(RunError, match=sentence) as error:
         load_conversations(args, None, 128)
     assert str(error.value).endswith(".") and "\n" not in str(error.value)
 
@@ -389,9 +389,9 @@ def test_bad_templates(tokenizer, tmp_path):
         "{% for %}": "does not accept",
     }.items():
         (folder / "chat_template.jinja").write_text(template)
-        with pytest.raises(InputError, match=sentence) as error:
+        with pytest.raises(RunError, match=sentence) as error:
             encode(TALK, models.load_tokenizer(str(folder)))
         assert "\n" not in str(error.value)
     (folder / "chat_template.jinja").unlink()
-    with pytest.raises(InputError, match="has no chat template: give --tokenizer-name"):
+    with pytest.raises(RunError, match="has no chat template: give --tokenizer-name"):
         encode(TALK, models.load_tokenizer(str(folder)))

@@ -1,5 +1,6 @@
 """How the processes of a run are started, what they say, and how all of them end."""
 
+import argparse
 import os
 import re
 import signal
@@ -24,11 +25,10 @@ from helpers import (
 from runner import Ranks, finish, start
 from torch.distributed import TCPStore
 
-from common import distributed
-from common.cli import InputError
-from common.data import token_cache
-from common.distributed import MPIRUN, SRUN, plan
-from common.distributed import TORCHRUN as BY_TORCHRUN
+from common import data, launch, tracker
+from common.cli import RunError
+from common.launch import MPIRUN, SRUN, plan
+from common.launch import TORCHRUN as BY_TORCHRUN
 
 SMALL = ("-s", 32, "--global-batch-size", 6, "--max-steps", 2, "--log-freq", 1)
 FIRST_AND_LAST = first_then_nightly([CHAPTERS[1], CHAPTERS[-1]])
@@ -84,8 +84,8 @@ PLACE = {
 def test_variables_that_are_missing_or_wrong(monkeypatch, place, sentence):
     monkeypatch.setattr(os, "environ", dict(place))
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
-    with pytest.raises(InputError, match=sentence):
-        distributed.prepare_environment()
+    with pytest.raises(RunError, match=sentence):
+        launch.prepare_environment()
 
 
 @pytest.mark.check
@@ -101,7 +101,7 @@ def test_the_innermost_launcher_is_believed(monkeypatch, inner, outer):
         own = dict(zip(inner, (rank, "2", rank), strict=True))
         address = {"MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
         monkeypatch.setattr(os, "environ", {**address, **alone, **own})
-        distributed.prepare_environment()
+        launch.prepare_environment()
         assert [os.environ[name] for name in BY_TORCHRUN] == [rank, "2", rank]
 
 
@@ -125,11 +125,11 @@ def test_ranks_of_srun_train_together_and_a_batch_script_alone(flags, tmp_path):
     files = stderr_files(tmp_path)
     chapter = "03-multi-node"
     assert start_with(SRUN, [*flags, "-e", "two"], chapter, stderr_file=files) == [0, 0]
-    assert "3 sequences x 2 devices x 1 micro-batch = 6" in Path(files[0]).read_text()
+    assert "3 sequences x world size 2 x accumulation 1 = 6" in Path(files[0]).read_text()
     place = {"SLURM_PROCID": 0, "SLURM_LOCALID": 0, "SLURM_NTASKS": 2}
     arguments = [*flags, "-e", "one"]
     assert finish(start(arguments, env=place, chapter=chapter, stderr_file=files[0])) == 0
-    assert "6 sequences x 1 device x 1 micro-batch = 6" in Path(files[0]).read_text()
+    assert "6 sequences x world size 1 x accumulation 1 = 6" in Path(files[0]).read_text()
     one, two = ([m["loss"] for m in read_metrics(tmp_path / name)] for name in ("one", "two"))
     assert one == pytest.approx(two, rel=1e-5) and len(one) == 2
 
@@ -140,7 +140,7 @@ def test_ranks_of_srun_train_together_and_a_batch_script_alone(flags, tmp_path):
 def set_the_clock_by_rank() -> None:
     seconds = 3600 * int(os.environ["RANK"])
     strftime = time.strftime
-    distributed.time.strftime = lambda text, when=None: strftime(text, when or time.gmtime(seconds))
+    tracker.time.strftime = lambda text, when=None: strftime(text, when or time.gmtime(seconds))
 
 
 @pytest.mark.parametrize("chapter", FIRST_AND_LAST)
@@ -159,7 +159,7 @@ def test_rank_0_names_the_run_and_alone_speaks(chapter, flags, tmp_path):
     before = (run_dir / "state.json").read_bytes()
     assert Ranks(2, [*arguments, "-e", run_dir.name], **options).finish() == [0, 0]
     said = Path(files[0]).read_text()
-    assert "this run is complete: all of its 2 steps are done" in said and "to resume" not in said
+    assert "all steps of this run are done" in said and "each step: " not in said
     assert (run_dir / "state.json").read_bytes() == before
 
 
@@ -175,14 +175,14 @@ def test_a_wrong_argument_under_srun_is_said_once(flags, tmp_path):
 
 def fail_on_rank_1() -> None:
     say_it_soon()
-    original = token_cache.find_source
+    original = data.find_documents
 
-    def find_source(*args: object):
+    def find_documents(*args: object):
         if os.environ["RANK"] == "1":
-            raise InputError("The disk of this node is full.")
+            raise RunError("The disk of this node is full.")
         return original(*args)
 
-    token_cache.find_source = find_source
+    data.find_documents = find_documents
 
 
 def test_an_error_of_another_rank_alone_is_said_by_it(flags, tmp_path):
@@ -219,32 +219,27 @@ AS_YOU_DID = "start it again in the same way, with -e run"
     ("place", "command"),
     [
         ({}, "dir/train_llm.py -e run --max-steps 9"),
-        (
-            {"TORCHELASTIC_RUN_ID": "x", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "2"},
-            "-m torch.distributed.run --standalone --nproc-per-node 2 dir/train_llm.py -e run "
-            "--max-steps 9",
-        ),
-        ({"TORCHELASTIC_RUN_ID": "x", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "4"}, AS_YOU_DID),
-        ({"WORLD_SIZE": "2"}, AS_YOU_DID),  # from srun or mpirun
+        ({"WORLD_SIZE": "2"}, AS_YOU_DID),
         (
             {"LAUNCH_COMMAND": "NNODES=2 bash x.sh", "LOCAL_WORLD_SIZE": "2", "WORLD_SIZE": "4"},
-            "NNODES=2 bash x.sh --max-steps 9 -e run",
+            "NNODES=2 bash x.sh -e run --max-steps 9",
         ),
     ],
-    ids=["alone", "one node", "two nodes", "srun", "two nodes with a launch file"],
+    ids=["alone", "torchrun, srun or mpirun", "two nodes with a launch file"],
 )
 def test_how_to_resume(monkeypatch, place, command):
-    """Of several nodes a process sees its own alone: the whole command is its launch file's."""
-    monkeypatch.setattr(distributed, "_resume_command", "")
+    """A process does not see how the others were started: the whole command is the launch file's.
+    A name that was not given, but chosen, is in it as well."""
     monkeypatch.setattr(sys, "argv", ["dir/train_llm.py", "-e", "run", "--max-steps", "9"])
     for name in ("TORCHELASTIC_RUN_ID", "LOCAL_WORLD_SIZE", "WORLD_SIZE", "LAUNCH_COMMAND"):
         monkeypatch.delenv(name, raising=False)
     for name, value in place.items():
         monkeypatch.setenv(name, value)
-    opening, _, found = distributed.resume_command("run").partition(": ")
-    assert opening == "to resume it after a stop"
     python = f"{sys.executable} ".replace(f"{Path.cwd()}/", "")
-    assert found.removeprefix(python) == command
+    assert launch.resume_command("run").removeprefix(python) == command
+    monkeypatch.setattr(sys, "argv", ["dir/train_llm.py", "--max-steps", "9"])
+    moved = command.replace("-e run --max-steps 9", "--max-steps 9 -e run")
+    assert launch.resume_command("run").removeprefix(python) == moved
 
 
 # --- launch files ---
@@ -256,17 +251,17 @@ def test_plan_of_a_launch_file(monkeypatch, tmp_path):
     monkeypatch.setattr(os, "cpu_count", lambda: 8)
     monkeypatch.delenv("NPROC_PER_NODE", raising=False)
     (tmp_path / "my.args").write_text("--experiment-name 'from-a-file'  # comment\n--seed 3\n")
-    assert plan(["-e", "a", "--save-dir", "b c"]) == ("a", "b c", 2, 4)
-    assert plan(["-ea", "-s", "32"]) == ("a", "outputs", 2, 4)
-    assert plan([f"@{tmp_path}/my.args", "--zero1"])[0] == "from-a-file"
-    assert plan([])[0].startswith("gpt2-tiny-python-stdlib-20")
+    assert plan(["-e", "a", "--save-dir", "b c"]) == (2, 4, Path("b c/a"))
+    assert plan(["-ea", "-s", "32"]) == (2, 4, Path("outputs/a"))
+    assert plan([f"@{tmp_path}/my.args", "--zero1"])[2] == Path("outputs/from-a-file")
+    assert plan([])[2] == Path("outputs/unnamed")
     monkeypatch.setenv("NPROC_PER_NODE", "3")
-    assert plan([])[2:] == (3, 2)
+    assert plan([])[:2] == (3, 2)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     monkeypatch.delenv("NPROC_PER_NODE")
-    assert plan([])[2:] == (4, 2)
+    assert plan([])[:2] == (4, 2)
     monkeypatch.setenv("NPROC_PER_NODE", "gpu")
-    with pytest.raises(InputError, match="which is not a number of processes"):
+    with pytest.raises(RunError, match="which is not a number of processes"):
         plan([])
 
 
@@ -274,21 +269,20 @@ def test_plan_of_a_launch_file(monkeypatch, tmp_path):
 def test_runs_on_several_nodes_or_with_restarts_need_a_name(monkeypatch):
     for nodes in ("2", "16", "1:2"):
         monkeypatch.setenv("NNODES", nodes)
-        with pytest.raises(InputError, match=r"^A run on several nodes needs one name for all of"):
+        with pytest.raises(RunError, match="A run on several nodes, or with MAX_RES"):
             plan([])
-        assert plan(["-e", "run"])[0] == "run"
-    for nodes in ("two", "0", "1.5", "2:", "0:2", "1:2:3", "4:2", "1 "):
-        monkeypatch.setenv("NNODES", nodes)
-        with pytest.raises(InputError, match=f"^NNODES is '{nodes}', which is neither a number"):
-            plan(["-e", "run"])
+        assert plan(["-e", "run"])[2].name == "run"
     monkeypatch.setenv("NNODES", "1")
-    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
-    with pytest.raises(InputError, match="With --max-restarts a run needs a name that stays: give"):
+    monkeypatch.setenv("MAX_RESTARTS", "1")
+    with pytest.raises(RunError, match="needs a name that stays: give one with -e"):
         plan([])
-    assert plan(["-e", "run"])[0] == "run"
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
+    args = argparse.Namespace(experiment_name=None, save_dir="outputs")
+    with pytest.raises(RunError, match="With --max-restarts a run needs a name that stays: give"):
+        tracker.make_run_dir(args)
 
 
-def launch(*words: object, **env: object) -> subprocess.CompletedProcess:
+def call(*words: object, **env: object) -> subprocess.CompletedProcess:
     command = ["bash", *map(str, words)]
     return subprocess.run(command, env=environment(**env), capture_output=True, text=True)
 
@@ -297,7 +291,7 @@ def test_a_launch_file_refuses_a_name_that_is_no_folder(tmp_path):
     """Otherwise torchrun would make the folder of its logs outside of --save-dir."""
     save_dir = tmp_path / "a/b"
     save_dir.mkdir(parents=True)
-    done = launch(ROOT / "02-ddp/launch.sh", "--save-dir", save_dir, "-e", "../x", NPROC_PER_NODE=2)
+    done = call(ROOT / "02-ddp/launch.sh", "--save-dir", save_dir, "-e", "../x", NPROC_PER_NODE=2)
     sentence = "'../x' cannot be an experiment's name: it names a folder, so use letters, digits, "
     assert (done.returncode, done.stdout) == (2, "")
     assert done.stderr == sentence + "'-', '_' and '.'.\n"
@@ -307,7 +301,7 @@ def test_a_launch_file_refuses_a_name_that_is_no_folder(tmp_path):
 @pytest.mark.ci
 def test_an_error_under_a_launch_file_is_said_once_and_kept(flags, tmp_path):
     arguments = (*flags, "-e", "run", "--global-batch-size", 7)
-    done = launch(ROOT / "02-ddp/launch.sh", *arguments, NPROC_PER_NODE=2)
+    done = call(ROOT / "02-ddp/launch.sh", *arguments, NPROC_PER_NODE=2)
     assert done.returncode == 1, "torchrun's own status"
     sentence = "2 devices cannot share --global-batch-size 7 evenly: "
     sentence += "give another number of devices, or a --global-batch-size that 2 divides."
@@ -337,28 +331,6 @@ def test_both_job_files_decide_alike_what_comes_after():
     assert ends[0] == ends[1] and "scontrol requeue" in ends[0]
 
 
-@pytest.mark.check
-@pytest.mark.parametrize(
-    ("group", "limits", "expected"),
-    [
-        ("/", {".": "5000"}, 5000),  # in a container, its own group looks like the top one
-        ("/slurm/job_1/step_0/task_0", {"slurm/job_1": "4000", "slurm": "max"}, 4000),
-        ("/slurm/job_1", {"slurm/job_1": "max", "slurm/job_2": "10"}, None),
-        (None, {}, None),
-    ],
-)
-def test_memory_is_limited_by_each_control_group(tmp_path, group, limits, expected):
-    if group:
-        (tmp_path / "proc/self").mkdir(parents=True)
-        (tmp_path / "proc/self/cgroup").write_text(f"12:cpu:/elsewhere\n0::{group}\n")
-    for folder, limit in limits.items():
-        path = tmp_path / "sys/fs/cgroup" / folder / "memory.max"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f"{limit}\n")
-    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    assert distributed.memory_bytes(tmp_path) == (expected or physical)
-
-
 # --- rank 0 prepares the data, and the others wait ---
 
 TIMEOUT, PREPARATION = 30, 40  # seconds: of the process group, and what tokenizing takes longer
@@ -366,16 +338,15 @@ TIMEOUT, PREPARATION = 30, 40  # seconds: of the process group, and what tokeniz
 
 def prepare_slowly() -> None:
     """Tokenizing takes longer than a rank may wait in a collective; each time is noted."""
-    original = token_cache.pack_documents
+    original = data.encode_documents
 
-    def pack_documents(path: Path, *args: object) -> None:
-        if path.name == "train":
-            with open(os.environ["NOTES"], "a") as notes:  # noqa: PTH123
-                notes.write(f"rank {os.environ['RANK']}\n")
-            time.sleep(PREPARATION)
-        original(path, *args)
+    def encode_documents(*args: object) -> object:
+        with open(os.environ["NOTES"], "a") as notes:  # noqa: PTH123
+            notes.write(f"rank {os.environ['RANK']}\n")
+        time.sleep(PREPARATION)
+        return original(*args)
 
-    token_cache.pack_documents = pack_documents
+    data.encode_documents = encode_documents
 
 
 def run_with_slow_preparation(chapter: object, flags: list[object], tmp_path: Path) -> list[int]:
@@ -415,8 +386,8 @@ def test_ctrl_c_reaches_all_ranks(flags, tmp_path):
         _, said = process.communicate(timeout=300)
     finally:
         process.kill()
-    (interrupted,) = [line for line in said.splitlines() if "Interrupted" in line]
-    assert interrupted.startswith("Interrupted; to resume it")
-    assert "torch.distributed.run --standalone" in interrupted
+    assert [line for line in said.splitlines() if "Interrupted" in line] == [
+        "Interrupted. The start of a run's log says how to resume it."
+    ]
     # torchrun waits half a minute for ranks that do not end by themselves, and then says this.
     assert "forcefully exiting" not in said

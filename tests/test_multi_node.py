@@ -234,7 +234,7 @@ def test_cable_of_rank_0_pulled(lab):
     try:
         assert lab.ends(number, timeout=PATIENCE_S) == "COMPLETED", lab.log("cable")
         assert restarts(lab, number) == 1
-        assert "8 sequences x 1 device x 3 micro-batches" in lab.log("cable")
+        assert "8 sequences x world size 1 x accumulation 3" in lab.log("cable")
         lab.assert_same("cable", "alone", exact=False)
     finally:
         lab.cluster.mend("node1")
@@ -262,7 +262,7 @@ def test_elastic(lab):
         return lab.launch("elastic", *lab.enter(node), *words, **env)
 
     def worlds() -> list[str]:
-        return re.findall(r"x (\d) device.* = 24 sequences", lab.log("elastic"))
+        return re.findall(r"x world size (\d) x .* = 24 sequences", lab.log("elastic"))
 
     first, second = map(launch, NODES)
     lab.wait_for_step("elastic", 6)

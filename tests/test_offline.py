@@ -21,7 +21,7 @@ from helpers import (
     replace_in,
 )
 
-from common.distributed import plan
+from common.launch import plan
 
 # Python runs this file at its start: it notes every address that is looked up or connected to.
 NOTE_CONNECTIONS = """
@@ -116,7 +116,7 @@ def test_launch_file_works_from_anywhere_and_reaches_for_nothing(
     assert f"bash {file.relative_to(copy)} --save-dir {save_dir} -e run" in done.stderr, "to resume"
     if chapter != CHAPTERS[0]:
         monkeypatch.delenv("NPROC_PER_NODE", raising=False)
-        *_, threads = plan(["-e", "run"])
+        _, threads, _ = plan(["-e", "run"])
         assert f"'OMP_NUM_THREADS': '{threads}'" in done.stderr
         logs = sorted(save_dir.glob("run/logs/**/attempt_0/*/stderr.log"))
         assert [path.parent.name for path in logs] == ["0", "1"]
@@ -182,7 +182,7 @@ print(models.load_config("someone/tiny").n_embd)
 def ask_for_another():
     try:
         models.load_config("someone/else")
-    except models.InputError as error:
+    except models.RunError as error:
         print(error)
 ask_for_another()
 models.hub_is_reachable.cache_clear()

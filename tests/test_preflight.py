@@ -46,6 +46,28 @@ def test_bus_bandwidth_is_that_of_nccl_tests():
     assert network.bus_bandwidth(268435456, 0.155025, 2) == pytest.approx(1.7316, rel=1e-4)
 
 
+@pytest.mark.check
+@pytest.mark.parametrize(
+    ("group", "limits", "expected"),
+    [
+        ("/", {".": "5000"}, 5000),  # in a container, its own group looks like the top one
+        ("/slurm/job_1/step_0/task_0", {"slurm/job_1": "4000", "slurm": "max"}, 4000),
+        ("/slurm/job_1", {"slurm/job_1": "max", "slurm/job_2": "10"}, None),
+        (None, {}, None),
+    ],
+)
+def test_memory_is_limited_by_each_control_group(tmp_path, group, limits, expected):
+    if group:
+        (tmp_path / "proc/self").mkdir(parents=True)
+        (tmp_path / "proc/self/cgroup").write_text(f"12:cpu:/elsewhere\n0::{group}\n")
+    for folder, limit in limits.items():
+        path = tmp_path / "sys/fs/cgroup" / folder / "memory.max"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(f"{limit}\n")
+    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    assert sys.modules["checks.nodes"].memory_bytes(tmp_path) == (expected or physical)
+
+
 def at(gb_per_s: float) -> dict:
     return {1024: {"GB/s": 0.001}, 2**20: {"GB/s": gb_per_s}}
 
@@ -139,7 +161,7 @@ def test_two_healthy_ranks(tmp_path, corpus):
     assert found["nodes"] == {HOST: [0, 1]} and found["faults"] == []
     same = found["facts"][HOST]["same"]
     assert same["torch"] == torch.__version__
-    assert {"common/data/dataset.py", "common/presets/gpt2/config.json"} <= {*same["code"]}
+    assert {"common/data.py", "common/presets/gpt2/config.json"} <= {*same["code"]}
     series = found["all_reduce"][HOST]
     assert list(series) == ["1024", "4096"]
     for size, figure in series.items():

@@ -3,6 +3,7 @@
 What a lost connection leaves is a checkpoint or is none: requests fail one after the other.
 """
 
+import argparse
 import contextlib
 import json
 import logging
@@ -21,10 +22,9 @@ from runner import Ranks, finish, load_script, start
 from torch import nn
 from torch.optim.lr_scheduler import LambdaLR
 
-from common import checkpoint, cli, distributed, storage, tracker
-from common.cli import InputError
-from common.data import sources
-from common.data.sources import mirror
+from common import checkpoint, cli, launch, storage, tracker
+from common.cli import RunError
+from common.documents import fetch, find_documents
 
 import trained_model
 
@@ -93,14 +93,15 @@ def losses(run_dir: Path) -> list[float]:
 @pytest.fixture
 def run(monkeypatch, capfd, caplog):
     """Return a function that runs chapter 1 in this process: status, lines of log and stderr."""
-    caplog.set_level(logging.INFO, logger="train_llm")
+    for name in ("train_llm", "common.tracker"):
+        caplog.set_level(logging.INFO, logger=name)
 
     def run(*args: object) -> tuple[int, list[str]]:
         caplog.clear()
         monkeypatch.setattr(sys, "argv", ["train_llm.py", *map(str, args), "-e", "run"])
         capfd.readouterr()
         with pytest.raises(SystemExit) as exit_:
-            distributed.run(load_script(ROOT / "01-single-gpu/train_llm.py").main)
+            launch.run(load_script(ROOT / "01-single-gpu/train_llm.py").main)
         lines = capfd.readouterr().err.splitlines()
         assert not any("Traceback" in line for line in lines), lines
         return exit_.value.code or 0, [f"[20: {text}" for text in caplog.messages] + lines
@@ -151,7 +152,7 @@ def test_all_of_a_run_at_an_address(place, server, run, straight, texts, tmp_pat
     assert status == 0 and any("resumed after step 6 of 8" in line for line in lines), lines
     assert losses(run_dir) == losses(straight)
     status, lines = run(*args)
-    assert status == 0 and any("this run is complete" in line for line in lines)
+    assert status == 0 and any("all steps of this run are done" in line for line in lines)
 
 
 class Requests:
@@ -229,7 +230,7 @@ def test_export(server, bucket, straight, monkeypatch, tmp_path, capsys):
     assert torch.equal(*logits)
     for source in ("s3://nowhere/run", bucket):
         monkeypatch.setattr(sys, "argv", ["export.py", source, str(tmp_path / "model")])
-        with pytest.raises(InputError, match="is no run's folder with a complete checkpoint"):
+        with pytest.raises(RunError, match="is no run's folder with a complete checkpoint"):
             script.main()
 
 
@@ -262,7 +263,7 @@ def refuse(run, texts):
 @pytest.mark.nightly
 def test_no_such_bucket(server, refuse):
     saving, reading = refuse("s3://nowhere/runs")
-    assert "Cannot write to s3://nowhere/runs/run (The specified bucket does not exist)" in saving
+    assert "s3://nowhere/runs/run cannot be used (The specified bucket does not exist)" in saving
     assert "There is no data set at 's3://nowhere/runs/corpus.json'" in reading
     assert not store().exists("nowhere"), "s3fs would have made it"
 
@@ -357,7 +358,7 @@ def fail_at_each_request(
             requests.fail_at = number
             try:
                 save(run_dir, *then)
-            except InputError as error:
+            except RunError as error:
                 assert "(planted): is the disk full?" in str(error)
         if requests.count < number:
             assert load(run_dir) == then
@@ -410,7 +411,7 @@ def test_planted_metadata_before_the_files_is_noticed(run_dir, monkeypatch):
         return folder
 
     monkeypatch.setattr(checkpoint, "_make_room", plant)
-    with pytest.raises(InputError, match=r"step-00000003/__0_0\.distcp is damaged"):
+    with pytest.raises(RunError, match=r"step-00000003/__0_0\.distcp is damaged"):
         fail_at_each_request(run_dir, monkeypatch, [(1, 1.0), (2, 2.0)], (3, 3.0))
 
 
@@ -424,11 +425,11 @@ def test_a_file_cut_short_and_the_way_back(run_dir):
         save(run_dir, step, step)
     file = run_dir / "checkpoints/step-00000002/__0_0.distcp"
     file.fs.pipe_file(file.path, file.read_bytes()[:-1])
-    with pytest.raises(InputError) as refused:
+    with pytest.raises(RunError) as refused:
         load(run_dir)
     assert f"{file} is damaged: delete {file.parent} to resume from an" in str(refused.value)
     file.fs.rm(file.path)
-    with pytest.raises(InputError, match="is damaged"):
+    with pytest.raises(RunError, match="is damaged"):
         load(run_dir)
     file.fs.rm(file.parent.path, recursive=True)
     assert load(run_dir) == (1, 1.0)
@@ -446,7 +447,7 @@ def test_a_run_moves_from_a_store_to_a_disk_and_back(run_dir, tmp_path, monkeypa
     storage.local_run_dir(back).mkdir(parents=True, exist_ok=True)
     assert load(back) == (2, 2.0)
     store().pipe_file((back / "checkpoints/step-00000002/.metadata").path, b"damaged")
-    with pytest.raises(InputError, match=r"\.metadata is damaged"):
+    with pytest.raises(RunError, match=r"\.metadata is damaged"):
         load(back)
 
 
@@ -463,18 +464,18 @@ def test_a_folder_is_fetched_once_and_again_when_it_changes(bucket):
         "c.bin": "x",
     }.items():
         fs.pipe_file(f"{bucket}/{name}", text.encode())
-    folder = mirror(bucket, (".txt",))
+    folder = fetch(bucket)
     found = {path.relative_to(folder).as_posix(): path.read_text() for path in folder.rglob("*.*")}
-    assert found == {"a.txt": "one", "deep/b.txt": "two"}
+    assert found == {"a.txt": "one", "deep/b.txt": "two", "c.bin": "x"}
     (folder / "a.txt").write_text("not fetched again")
-    assert mirror(bucket, (".txt",)) == folder and (folder / "a.txt").read_text() != "one"
-    fingerprint = sources.find_source(bucket, None, None).fingerprint
+    assert fetch(bucket) == folder and (folder / "a.txt").read_text() != "one"
+    fingerprint = find_documents(bucket, None, None).fingerprint
     fs.pipe_file(f"{bucket}/a.txt", b"new")  # of the same size
-    other = mirror(bucket, (".txt",))
+    other = fetch(bucket)
     assert other != folder and (other / "a.txt").read_text() == "new"
-    assert sources.find_source(bucket, None, None).fingerprint != fingerprint
-    with pytest.raises(InputError, match=r"it has no file that ends in one of: \.csv\."):
-        mirror(bucket, (".csv",))
+    assert find_documents(bucket, None, None).fingerprint != fingerprint
+    with pytest.raises(RunError, match="There is no data set at"):
+        fetch(f"{bucket}/nowhere")
 
 
 # --- what stays on this machine ---
@@ -482,24 +483,26 @@ def test_a_folder_is_fetched_once_and_again_when_it_changes(bucket):
 
 @pytest.mark.nightly
 def test_launch_files_and_job_scripts_find_their_folder(run_dir, monkeypatch):
-    """They read $SAVE_DIR/$NAME/requeue and state.json, and write the logs of the ranks there."""
-    name, save_dir, *_ = distributed.plan(["-e", "run", "--save-dir", str(run_dir.parent)])
+    """They read $RUN/requeue and $RUN/state.json, and write the logs of the ranks there."""
     here = storage.local_run_dir(run_dir)
-    assert Path(save_dir) / name == here
-    assert tracker.make_run_dir(str(run_dir.parent), "run", 0) == run_dir
+    assert launch.plan(["-e", "run", "--save-dir", str(run_dir.parent)])[2] == here
+    args = argparse.Namespace(experiment_name="run", save_dir=str(run_dir.parent))
+    assert tracker.make_run_dir(args) == run_dir
     monkeypatch.setenv("RANK", "0")
-    distributed.ask_for_requeue(run_dir, 4)
+    launch.ask_for_requeue(run_dir, 4)
     assert (here / "requeue").read_text() == "0 0\n"
     save(run_dir, 4, 1.0)
     assert (here / "state.json").read_bytes() == (run_dir / "state.json").read_bytes()
-    tracker.make_run_dir(str(run_dir.parent), "run", 0)
+    tracker.make_run_dir(args)
     assert not (here / "requeue").exists(), "it is from the start before"
-    assert distributed.plan(["--save-dir", "outputs", "-e", "run"])[1] == "outputs"
+    assert launch.plan(["--save-dir", "outputs", "-e", "run"])[2] == Path("outputs/run")
 
 
 @pytest.mark.nightly
 def test_a_second_process_in_the_same_run(run_dir, monkeypatch):
     here = storage.local_run_dir(run_dir)
-    with tracker.FileLock(here / ".lock"), pytest.raises(InputError) as refused:
-        tracker.make_run_dir(str(run_dir.parent), "run", 0)
+    with tracker.FileLock(here / ".lock"), pytest.raises(RunError) as refused:
+        tracker.make_run_dir(
+            argparse.Namespace(experiment_name="run", save_dir=str(run_dir.parent))
+        )
     assert f"Another process is training in {run_dir}" in str(refused.value)

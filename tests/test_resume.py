@@ -2,6 +2,7 @@
 
 import json
 import random
+import re
 import shutil
 import signal
 import sys
@@ -26,10 +27,11 @@ from helpers import (
 from runner import SAVE_STAGES
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from torch.optim.lr_scheduler import LambdaLR
+from torch.utils._pytree import tree_leaves
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from common import checkpoint
-from common.cli import InputError
+from common.cli import RunError
 from common.data import ResumableSampler
 
 
@@ -84,8 +86,9 @@ def test_goes_on_after_ctrl_c(runs, options, stop):
     """In a save it is not taken for a full disk."""
     name = f"interrupted-after-{stop[0]}"
     assert runs.finish(name, **options) == [130]
-    said = runs.said(name).splitlines()[-1]
-    assert said.startswith("Interrupted; to resume it") and said.endswith(f" -e {name}")
+    said = runs.said(name)
+    assert said.splitlines()[-1].startswith("Interrupted. The start of a run's log")
+    assert re.search(f"; to resume it after a stop: .* -e {name}\n", said)
     assert runs.stopped_after(name) == stop
     assert runs.finish(name) == [0]
     runs.assert_same("straight", name, *stop)
@@ -298,7 +301,7 @@ def delete_first(monkeypatch) -> None:
 )
 def test_planted_order_is_noticed(tmp_path, monkeypatch, bug, seen):
     bug(monkeypatch)
-    with pytest.raises(InputError, match=f"step-00000001 is (deleted )?{seen}"):
+    with pytest.raises(RunError, match=f"step-00000001 is (deleted )?{seen}"):
         check_the_order_of_saves(tmp_path, monkeypatch)
 
 
@@ -314,6 +317,16 @@ def test_all_generators_go_on_where_they_were():
     assert all(one != other for one, other in zip(first, draw(), strict=True))
     checkpoint.set_rng_state(state)
     assert draw() == first
+
+
+@pytest.mark.check
+def test_a_checkpoint_holds_what_dcp_copies_from_a_gpu():
+    """Its copy for an asynchronous checkpoint refuses other types, such as NumPy's arrays."""
+    model, optimizer, lr_scheduler = make_run(0.1)
+    content = checkpoint.collect_content(model, optimizer, lr_scheduler, {"step": 1})
+    kinds = {type(leaf) for leaf in tree_leaves(content)}
+    assert torch.Tensor in kinds and kinds <= {torch.Tensor, int, float, str, bool, type(None)}
+    assert np.ndarray in {type(leaf) for leaf in tree_leaves({**content, "rng": np.ones(2)})}
 
 
 @pytest.mark.check

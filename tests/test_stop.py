@@ -53,7 +53,7 @@ class StoppedRuns(Runs):
         assert saved == step, f"the checkpoint is of step {saved}"
         assert (self.folder / name / "requeue").exists(), "the file is missing"
         last = self.said(name).splitlines()[-1]
-        opening = f"Told to stop; saved after step {step}; to resume it after a stop: "
+        opening = f"Told to stop; saved after step {step}; to resume: "
         assert last.startswith(opening) and f"-e {name}" in last, "the last line is another"
         for rank in range(1, len(statuses)):
             assert self.said(name, rank) == "", f"rank {rank} speaks"
@@ -125,7 +125,7 @@ BUGS = {
     "no agreement": ("            dist.all_reduce(stop_requests)\n", "", "the statuses are"),
     "no save": (" or last or stop:", " or last:", "the checkpoint is of step 0"),
     "each rank leaves by itself": ("stop_signals.append(received)", "sys.exit(75)", "the statuses"),
-    "no file": ("= distributed.ask_for_requeue(", "= (lambda *_: 75)(", "the file is missing"),
+    "no file": ("= launch.ask_for_requeue(", "= (lambda *_: 75)(", "the file is missing"),
 }
 for right, wrong, _ in BUGS.values():
     register(FIRST, [(right, wrong)])

@@ -36,7 +36,7 @@ from torch.distributed import _functional_collectives as funcol
 from transformers import AutoModelForCausalLM
 
 from common import models
-from common.cli import InputError
+from common.cli import RunError
 
 CHAPTER = CHAPTERS[4]
 BY_HAND = ROOT / CHAPTER / "tensor_parallel_by_hand.py"
@@ -228,7 +228,7 @@ def test_bad_input(tmp_path, model, n_ranks, args, sentence):
     script = load_script(patch_chapter(tmp_path) / "train_llm.py")
     options = {"activation_checkpointing": "none", "hsdp": False, "precision": "bf16"}
     args = argparse.Namespace(**options | args, tensor_parallel=n_ranks, compile=False)
-    with pytest.raises(InputError, match=f"--tensor-parallel {sentence}"):
+    with pytest.raises(RunError, match=f"--tensor-parallel {sentence}"):
         script.tensor_parallel_plan(args, models.load_config(model), 2)
 
 

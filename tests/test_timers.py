@@ -144,7 +144,7 @@ LATE += [(chapter, make_data_late) for chapter in CHAPTERS[2:]]
 @pytest.mark.parametrize(("chapter", "late"), first_then_nightly(LATE))
 def test_a_late_rank_is_named(chapter, late, corpus, tmp_path):
     metrics, said = run_late(chapter, corpus, tmp_path, late)
-    assert "2 sequences x 2 devices x 3 micro-batches" in said
+    assert "2 sequences x world size 2 x accumulation 3" in said
     wait, host = metrics["time/wait_max"], socket.gethostname()
     assert wait > LATE_MS / 2
     assert (metrics["slowest_rank"], metrics["slowest_host"]) == (1, host)

@@ -6,6 +6,7 @@ import re
 import shutil
 import sys
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,8 +15,8 @@ from helpers import ROOT, run_script
 from runner import load_script
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from common import distributed, models
-from common.data.sources import Source, documents_of, is_held_out
+from common import launch, models
+from common.documents import is_held_out
 
 SCRIPT = ROOT / "01-single-gpu/train_tokenizer.py"
 KINDS = ("bpe", "word", "character")
@@ -172,15 +173,14 @@ def test_chinese_has_no_spaces(make, corpora, tmp_path):
 
 
 def train_on_all(script) -> None:
-    find_source = script.find_source
+    read = script.read_documents
 
-    def leak(*args: object) -> Source:
-        source = find_source(*args)
-        train, held_out = source.load()
-        both = documents_of([*train["text"], *held_out["text"]])
-        return Source(source.fingerprint, lambda: (both, held_out))
+    def leak(documents: object, held_out: bool) -> Iterator[str]:
+        yield from read(documents, held_out=True)
+        if not held_out:
+            yield from read(documents, held_out=False)
 
-    script.find_source = leak
+    script.read_documents = leak
 
 
 def test_it_learns_from_the_training_part_alone(make, tmp_path):
@@ -229,7 +229,7 @@ def test_chapter_1_trains_with_it_and_exports_it(make, corpora, train, tmp_path)
 def many_characters(count: int):
     """Return a tokenizer of so many characters, and the two special tokens, as if loaded."""
     texts = ["".join(map(chr, range(0x20000, 0x20000 + count)))] * 2
-    tokenizer = load_script(SCRIPT).train("character", 10**5, 1, documents_of(texts))
+    tokenizer = load_script(SCRIPT).train("character", 10**5, 1, iter(texts))
     assert len(tokenizer) == count + 2
     tokenizer.name_or_path = "my-tokenizer"
     return tokenizer
@@ -239,30 +239,24 @@ def many_characters(count: int):
 def test_a_preset_takes_the_size_of_the_tokenizer(tmp_path):
     """Smaller or larger. With its own tokenizer it stays, and so does a folder: of weights?"""
     for count, rows in ((62, 64), (63, 128), (5000, 5056)):
-        config = models.load_config("gpt2-tiny")
-        assert models.check_sizes(config, many_characters(count), None) == 128
-        assert config.vocab_size == rows
+        assert models.load_config("gpt2-tiny", many_characters(count)).vocab_size == rows
     for name, size in (("gpt2-tiny", 4096), ("gpt2", 50304), ("llama-3.1-8b", 128256)):
-        config = models.load_config(name)
-        models.check_sizes(config, models.load_tokenizer(name), None)
-        assert config.vocab_size == size
-    config, tokenizer = models.load_config("gpt2"), many_characters(50_255)
-    models.check_sizes(config, tokenizer, None)
+        assert models.load_config(name, models.load_tokenizer(name)).vocab_size == size
+    tokenizer = many_characters(50_255)
+    config = models.load_config("gpt2", tokenizer)
     assert (len(tokenizer), config.vocab_size) == (50_257, 50_304), "as with GPT-2's own"
     shutil.copytree(ROOT / "common/presets/gpt2-tiny", tmp_path / "model")
-    config = models.load_config(str(tmp_path / "model"))
-    models.check_sizes(config, many_characters(62), None)
-    assert config.vocab_size == 4096
-    with pytest.raises(models.InputError, match="5002 tokens and the model only 4096"):
-        models.check_sizes(config, many_characters(5000), None)
+    folder = str(tmp_path / "model")
+    assert models.load_config(folder, many_characters(62)).vocab_size == 4096
+    with pytest.raises(models.RunError, match="5002 tokens and the model only 4096"):
+        models.load_config(folder, many_characters(5000))
 
 
 @pytest.mark.check
 def test_a_preset_takes_the_end_of_text():
     tokenizer = many_characters(100)
     tokenizer.eos_token = chr(0x20000)
-    config = models.load_config("llama-tiny")
-    models.check_sizes(config, tokenizer, None)
+    config = models.load_config("llama-tiny", tokenizer)
     assert config.eos_token_id == tokenizer.eos_token_id > 1
 
 
@@ -278,7 +272,7 @@ def refuse(monkeypatch, capfd, tmp_path):
         monkeypatch.setattr(sys, "argv", ["train_tokenizer.py", *map(str, args)])
         capfd.readouterr()
         with pytest.raises(SystemExit) as exit_:
-            distributed.run(load_script(SCRIPT).main)
+            launch.run(load_script(SCRIPT).main)
         out, err = capfd.readouterr()
         assert exit_.value.code == 2 and not out, err
         assert sorted(tmp_path.rglob("*")) == before, "nothing was written, nothing lost"

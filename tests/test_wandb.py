@@ -5,6 +5,7 @@ import os
 import shutil
 import socket
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import wandb
@@ -12,7 +13,10 @@ from helpers import CHAPTERS, ROOT, first_then_nightly, read_metrics, write_corp
 from runner import Ranks, finish, start
 from wandb.proto import wandb_internal_pb2
 
+from common import tracker
 from common.tracker import Tracker
+
+CONFIG = {"total_steps": 10}
 
 SCRIPT = ROOT / "01-single-gpu/train_llm.py"
 FLAGS = ("-s", 32, "--max-steps", 8, "--log-freq", 2, "--ckpt-freq", 4, "--eval-freq", 4)
@@ -124,7 +128,7 @@ def test_a_login_goes_online(asked, monkeypatch, tmp_path, variable, logged_in, 
     monkeypatch.delenv("WANDB_MODE")
     if variable:
         monkeypatch.setenv("WANDB_MODE", variable)
-    Tracker(new_folder(tmp_path), {}, 0).finish()
+    Tracker(new_folder(tmp_path), CONFIG, 0).finish()
     assert asked[0]["mode"] == mode
 
 
@@ -145,10 +149,11 @@ def new_folder(save_dir: Path) -> Path:
 @pytest.mark.check
 def test_a_folder_keeps_its_wandb_runs_and_a_new_one_with_its_name_has_others(asked, tmp_path):
     for run_dir in (new_folder(tmp_path), tmp_path / "a-run"):
-        Tracker(run_dir, {}, 0).finish()
-        Tracker(run_dir, {}, 0, rank=8, node="host2").finish()
+        Tracker(run_dir, CONFIG, 0).finish()
+        with mock.patch.object(tracker, "rank_and_world_size", lambda: (8, 16)):
+            Tracker(run_dir, CONFIG, 0, node="host2").finish()
     shutil.rmtree(tmp_path / "a-run")
-    Tracker(new_folder(tmp_path), {}, 0).finish()
+    Tracker(new_folder(tmp_path), CONFIG, 0).finish()
     first, other_node, resumed, other_resumed, renewed = (options["id"] for options in asked)
     assert (first, other_node) == (resumed, other_resumed)
     assert len({first, other_node, renewed}) == 3
@@ -159,7 +164,7 @@ def test_a_folder_keeps_its_wandb_runs_and_a_new_one_with_its_name_has_others(as
 def test_a_malformed_key_goes_on_offline(asked, caplog, monkeypatch, tmp_path):
     monkeypatch.delenv("WANDB_MODE")
     monkeypatch.setenv("WANDB_API_KEY", "too-short")
-    Tracker(new_folder(tmp_path), {}, 0).finish()
+    Tracker(new_folder(tmp_path), CONFIG, 0).finish()
     assert [options["mode"] for options in asked] == ["offline"]
     assert "wandb runs offline, because: " in caplog.text and "API key" in caplog.text
 

@@ -8,7 +8,7 @@ import torch
 from torch.utils.data import Sampler
 from transformers import PreTrainedTokenizerBase
 
-from common.cli import InputError
+from common.cli import RunError
 from common.data import IGNORED
 
 from classification.examples import Example, Examples
@@ -28,19 +28,19 @@ def encode(
 
     prompt: a template that contains {text}, for a model without a head, otherwise None. Returns the
     tokens of each class's label, or [] without a prompt. End-of-text ends a label, so that no label
-    is the beginning of another one. Raises InputError for a prompt without {text}, or if the prompt
+    is the beginning of another one. Raises RunError for a prompt without {text}, or if the prompt
     leaves no token for the text.
     """
     before, after, label_tokens, room = [], [], [], seq_length
     if prompt is not None:
         if prompt.count("{text}") != 1:
-            raise InputError(f"--prompt {prompt!r} must contain {{text}} exactly once.")
+            raise RunError(f"--prompt {prompt!r} must contain {{text}} exactly once.")
         parts = [*prompt.split("{text}"), *(f" {name}" for name in classes)]
         before, after, *labels = tokenizer(parts, add_special_tokens=False)["input_ids"]
         label_tokens = [[*tokens, tokenizer.eos_token_id] for tokens in labels]
         room -= len(before) + len(after) + max(map(len, label_tokens))
         if room < 1:
-            raise InputError(
+            raise RunError(
                 f"--prompt and the longest label take {seq_length - room} tokens, but --seq-length "
                 f"is {seq_length}: shorten the prompt or the labels."
             )

@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import xxhash
 from torch.utils.data import Dataset
 
-from common.cli import InputError
-from common.data.sources import BUILT_IN, NOT_CODE, TABLE_SUFFIXES, load_table
+from common.cli import RunError
+from common.documents import BUILT_IN, NOT_CODE, load_table
 
 if TYPE_CHECKING:
     import datasets
@@ -69,12 +69,12 @@ def load_examples(
 
     name: python-stdlib, a table file, a folder of tables or a hub id. The default columns of a
     table are text and label. If a table lacks a split, a checksum of the text selects a tenth of
-    its training split instead. Raises InputError if the data cannot be read, if a column is
+    its training split instead. Raises RunError if the data cannot be read, if a column is
     missing, if a split is empty, if there is only one class, or if an argument has no effect.
     """
     if name == BUILT_IN:
         if subset or text_column or label_column:
-            raise InputError(
+            raise RunError(
                 f"{name} is not a table: leave out --dataset-subset, --text-column and "
                 "--label-column."
             )
@@ -87,12 +87,10 @@ def load_examples(
         splits[split].texts.append(text)
         splits[split].labels.append(label)
     if empty := [split for split in SPLITS if not len(splits[split])]:
-        raise InputError(
-            f"The {empty[0]} split of {name} is empty: give more rows that have a text."
-        )
+        raise RunError(f"The {empty[0]} split of {name} is empty: give more rows that have a text.")
     if len(present := set(splits["train"].labels)) == 1:
         only = classes[present.pop()]
-        raise InputError(
+        raise RunError(
             f"All training rows of {name} have the class {only!r}: add rows of other classes."
         )
     return classes, splits
@@ -117,8 +115,8 @@ def _stdlib_pieces() -> list[tuple[str, str, int]]:
 
 def _load_table(name: str, subset: str | None) -> "datasets.DatasetDict":
     path = Path(name)
-    if subset and path.is_file() and path.suffix in TABLE_SUFFIXES:
-        raise InputError(f"{name} is a single file: leave out --dataset-subset.")
+    if subset and path.is_file():
+        raise RunError(f"{name} is a single file: leave out --dataset-subset.")
     return load_table(name, subset)
 
 
@@ -132,7 +130,7 @@ def _table_rows(
     wanted = {"text": (text_column, strings), "label": (label_column, list(features))}
     for flag, (column, columns) in wanted.items():
         if column not in columns:
-            raise InputError(
+            raise RunError(
                 f"{name} has no {flag} column {column!r}: give --{flag}-column one of "
                 f"{', '.join(columns)}."
             )
@@ -151,13 +149,13 @@ def _table_rows(
         if without < len(found) or split == "train":
             rows += found
             if without:
-                raise InputError(
+                raise RunError(
                     f"{without} of {len(found)} rows in the {split} split of {name} have no label "
                     f"in the column {label_column!r}: add the labels, or delete the rows."
                 )
     values = {value for _, _, value in rows}
     if len(values) > max(2, len(rows) // 2):
-        raise InputError(
+        raise RunError(
             f"The column {label_column!r} of {name} has {len(values)} different values in "
             f"{len(rows)} rows, so it has no classes: give another --label-column."
         )
@@ -176,7 +174,7 @@ def _class_of(label: object, column: str, name: str) -> str | int | float | None
     """Return a label as a value that can be sorted, or None for a missing label."""
     if isinstance(label, list | dict):
         kind = "lists" if isinstance(label, list) else "objects"
-        raise InputError(f"The column {column!r} of {name} has {kind}: give one class per row.")
-    if label is None or (isinstance(label, float) and math.isnan(label)):
+        raise RunError(f"The column {column!r} of {name} has {kind}: give one class per row.")
+    if label is None or label == "" or (isinstance(label, float) and math.isnan(label)):
         return None
     return label if isinstance(label, str | int | float) else str(label)  # for example a date

@@ -4,28 +4,38 @@ import json
 import math
 import re
 import shutil
+import sys
 import warnings
 from pathlib import Path
 
-import matplotlib
 import transformers
-from matplotlib.figure import Figure
 from safetensors import SafetensorError
-from sklearn.dummy import DummyClassifier
-from sklearn.feature_extraction.text import TfidfVectorizer
-from sklearn.linear_model import LogisticRegression
-from sklearn.metrics import ConfusionMatrixDisplay, classification_report, confusion_matrix
-from sklearn.pipeline import make_pipeline
 from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
 from common import models
-from common.cli import InputError
-from common.distributed import check_agreement
+from common.cli import RunError
+from common.launch import check_agreement, gather, rank_and_world_size
 from common.storage import is_remote
 
 from classification.batches import GroupedSampler
 from classification.examples import Examples
+
+try:
+    import matplotlib
+    from matplotlib.figure import Figure
+    from sklearn.dummy import DummyClassifier
+    from sklearn.feature_extraction.text import TfidfVectorizer
+    from sklearn.linear_model import LogisticRegression
+    from sklearn.metrics import ConfusionMatrixDisplay, classification_report, confusion_matrix
+    from sklearn.pipeline import make_pipeline
+except ImportError as error:
+    print(  # each rank: they have not met yet
+        f"The classifier needs more packages ({error}): pip install --constraint requirements.txt "
+        "--editable '.[classify]'.",
+        file=sys.stderr,
+    )
+    sys.exit(2)
 
 # A Han or Kana character (there are no spaces between words), a word, or a punctuation mark.
 WORD = r"[\u3040-\u30ff\u3400-\u9fff]|[^\W\u3040-\u30ff\u3400-\u9fff]+|[^\w\s]"
@@ -38,43 +48,30 @@ BASELINES = {
 }
 
 
-def check_name(name: str, save_dir: str) -> str:
-    """Return the name of a new run. Raises InputError if save_dir is an address, or if a run of
-    this name exists, whose log and best model would be overwritten."""
-    if is_remote(save_dir):
-        raise InputError(f"A classifier cannot be saved to --save-dir {save_dir}: give a folder.")
-    run_dir = Path(save_dir) / name
-    if (run_dir / "metrics.jsonl").exists():
-        raise InputError(f"{run_dir} already contains a run: give another -e.")
-    return name
+def check_new(run_dir: Path) -> None:
+    """Raise RunError if the folder is an address, or if it contains a run, whose metrics and best
+    model would be overwritten. All ranks must call this: rank 0 looks before it writes."""
+    if is_remote(run_dir):
+        raise RunError(f"A classifier cannot be saved to {run_dir}: give a folder.")
+    rank, _ = rank_and_world_size()
+    if gather({0: (run_dir / "metrics.jsonl").exists()} if rank == 0 else {})[0]:
+        raise RunError(f"{run_dir} already contains a run: give another -e.")
 
 
 def model_class(head: str, config: PretrainedConfig) -> type:
-    """Return the class for --head. Raises InputError if transformers has no head for the model."""
+    """Return the class for --head. Raises RunError if transformers has no head for the model."""
     if head == "none":
         return transformers.AutoModelForCausalLM
     if type(config) not in transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
         kind = config.model_type
-        raise InputError(f"transformers has no classification head for {kind}: give --head none.")
+        raise RunError(f"transformers has no classification head for {kind}: give --head none.")
     return transformers.AutoModelForSequenceClassification
-
-
-def load_weights(
-    model_class: type, name: str, config: PretrainedConfig | None, options: dict[str, object]
-) -> PreTrainedModel:
-    """Load the weights of a folder or a hub model on the CPU, for config or for the model's own.
-
-    If the model has no head, or one for another number of classes, a new head is drawn. Raises
-    InputError as models.from_pretrained does.
-    """
-    disable_progress_bar()
-    return models.from_pretrained(model_class, name, config, options)
 
 
 def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
     """Write a model folder for transformers. A previous folder is only replaced by a complete one.
 
-    Raises InputError if the folder cannot be written, for example on a full disk.
+    Raises RunError if the folder cannot be written, for example on a full disk.
     """
     disable_progress_bar()
     unfinished, old = folder.with_name(f".unfinished-{folder.name}"), folder.with_name(".old")
@@ -87,7 +84,7 @@ def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folde
         unfinished.replace(folder)
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
-        raise InputError(f"{folder} cannot be written ({reason}): free disk space.") from error
+        raise RunError(f"{folder} cannot be written ({reason}): free disk space.") from error
     finally:
         if old.exists() and not folder.exists():  # the second rename failed
             old.replace(folder)
@@ -96,7 +93,7 @@ def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folde
 
 
 def check_same(classes: list[str], splits: dict[str, Examples]) -> None:
-    """Raise InputError if a rank's examples or their order differ from rank 0's, because the ranks
+    """Raise RunError if a rank's examples or their order differ from rank 0's, because the ranks
     share them by index. All ranks must call this."""
     facts = {"classes": ", ".join(classes)}
     for name, examples in splits.items():
@@ -124,14 +121,14 @@ def describe_data(
 
 
 def check_finite(values: dict[str, float], step: int, run_dir: Path, best_epoch: int) -> None:
-    """Raise InputError if one of the values, by name, is not finite.
+    """Raise RunError if one of the values, by name, is not finite.
 
     All ranks must call this with equal values, so that all of them stop. best_epoch: the epoch
     whose model is saved in run_dir/best, or 0 if there is none yet.
     """
     if bad := [f"the {name} is {v:.0f}" for name, v in values.items() if not math.isfinite(v)]:
         kept = f"the best model so far, of epoch {best_epoch}, is kept in {run_dir / 'best'}"
-        raise InputError(
+        raise RunError(
             f"The training has diverged: at step {step} {' and '.join(bad)}; "
             f"{kept if best_epoch else 'no model was saved'}. Start a new run with a smaller --lr "
             "or more --warmup-steps."

@@ -2,9 +2,10 @@
 
 import argparse
 import importlib.metadata
-import itertools
 import json
+import os
 import platform
+import re
 import shutil
 import statistics
 import time
@@ -18,11 +19,10 @@ import xxhash
 
 import common
 from common import models
-from common.cli import InputError
+from common.cli import RunError
 from common.data import load_sequences
-from common.data.shards import checksum, find_shards
-from common.data.sources import find_source
-from common.distributed import memory_bytes
+from common.documents import find_documents
+from common.shards import checksum, find_shards
 
 from checks.rendezvous import NO_LIMIT, Rendezvous, name_ranks
 
@@ -40,7 +40,7 @@ def check_nodes(rdzv: Rendezvous, args: argparse.Namespace) -> tuple[list[str], 
     errors = {each["same"]["data"].get("error") for each in facts.values()}
     if len(errors) == 1 and None not in errors:  # the same error on all nodes is bad input
         rdzv.leave()
-        raise InputError(errors.pop())
+        raise RunError(errors.pop())
     faults = []
     for what, value in next(iter(facts.values()))["same"].items():
         found = compare(what, {node: each["same"][what] for node, each in facts.items()})
@@ -98,6 +98,18 @@ def describe_node(args: argparse.Namespace) -> dict[str, dict]:
     return {"same": same, "free": free}
 
 
+def memory_bytes(root: Path = Path("/")) -> int:
+    """Return the host memory in bytes of this machine or, if smaller, of a cgroup (version 2)."""
+    own = root / "proc/self/cgroup"
+    match = re.search("^0::/(.*)$", own.read_text() if own.exists() else "", re.MULTILINE)
+    group = root / "sys/fs/cgroup" / (match[1] if match else "")
+    sizes = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
+    for folder in (group, *group.parents):  # Slurm's --mem limits a group deep below the top one
+        text = (folder / "memory.max").read_text() if (folder / "memory.max").exists() else "max"
+        sizes += [int(text)] if text.strip().isdecimal() else []  # "max": no limit
+    return min(sizes)
+
+
 def describe_data(args: argparse.Namespace) -> dict[str, object]:
     """Return size and checksum of the text or, with --tokenize, of the tokens.
 
@@ -107,22 +119,22 @@ def describe_data(args: argparse.Namespace) -> dict[str, object]:
     try:
         if args.tokenize:
             tokenizer = models.load_tokenizer(args.tokenizer_name or args.model_name)
-            config = models.load_config(args.model_name)
-            seq_length = models.check_sizes(config, tokenizer, args.seq_length)
+            config = models.load_config(args.model_name, tokenizer)
+            seq_length = models.sequence_length(config, args.seq_length)
             train, evaluation = load_sequences(args, tokenizer, seq_length)
             return {"sequences": len(train), "train": train.digest, "eval": evaluation.digest}
         if shards := find_shards(args.dataset_name):
             n_bytes = sum(file.stat().st_size for file in shards)
             return {"files": len(shards), "bytes": n_bytes, "checksum": checksum(shards)}
         digest, size = xxhash.xxh3_64(), 0
-        source = find_source(args.dataset_name, args.dataset_subset, args.text_column)
-        for batch in itertools.chain(*(split.iter(1000) for split in source.load())):
+        documents = find_documents(args.dataset_name, args.dataset_subset, args.text_column)
+        for batch in documents.load().iter(16):
             for text in batch["text"]:
                 content = text.encode(errors="replace")
                 digest.update(b"%d:" % len(content) + content)
                 size += len(content)
         return {"bytes": size, "checksum": digest.hexdigest()}
-    except InputError as error:
+    except RunError as error:
         return {"error": str(error)}
 
 

@@ -17,7 +17,7 @@ from typing import NoReturn
 import torch.distributed as dist
 
 from common import cli
-from common.distributed import MPIRUN, SRUN
+from common.launch import MPIRUN, SRUN
 
 ANSWER_WITHIN_S = 5.0  # after a failure, a rank that does not answer within this time is gone
 NO_LIMIT = timedelta(days=1)  # for waits that the thread of the rank ends

@@ -32,11 +32,11 @@ TRAINING = """\
 # Logs which samples the ranks take in each epoch. It only needs the indices and reads no data.
 CHECK_ORDER = """\
              batches = iter(dataloader)
-+            taken = sum(distributed.gather({rank: list(sampler)}).values(), [])
++            taken = sum(launch.gather({rank: list(sampler)}).values(), [])
 +            weights = sum(p.double().sum().item() for p in model.parameters())
 +            logger.info(
 +                f"epoch {epoch}: {len(set(taken))} of {len(train_data)} samples taken, "
-+                f"first {taken[:4]}; sums of weights {distributed.gather({rank: weights})}"
++                f"first {taken[:4]}; sums of weights {launch.gather({rank: weights})}"
 +            )
 """
 
@@ -189,9 +189,8 @@ class Lab:
         """Print a title and the lines below it."""
         print(f"\n--- {title}")
         for line in lines.splitlines() if isinstance(lines, str) else lines:
-            # Leave out the command that resumes the run, and what torch repeats for each tensor.
-            line = re.sub(r"(gone or out of reach \(.*?\);) .*", r"\1 ...", line.rstrip())
-            line = re.sub(r"(, )?TensorDeviceTypes=TensorOptions\(.*?\)\)", "", line)
+            # Leave out what torch repeats for each tensor.
+            line = re.sub(r"(, )?TensorDeviceTypes=TensorOptions\(.*?\)\)", "", line.rstrip())
             print(re.sub(r" +Tensor Tensor devices: .*", "", line))
         sys.stdout.flush()
 

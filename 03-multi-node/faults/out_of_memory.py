@@ -2,7 +2,7 @@
 
 import sys
 
-from common.cli import InputError
+from common.cli import RunError
 
 from faults.lab import Lab
 
@@ -26,7 +26,7 @@ KILLED = """\
 def show_fault(lab: Lab) -> None:
     require_linux()
     run = lab.train("out-of-memory", LIMITED, args=(*LARGE, "-b", 96))
-    lab.show_end(run, r"tokens per step|^1\| .*Error: .*you tried to allocate", report=True)
+    lab.show_end(run, r"each step: |^1\| .*Error: .*you tried to allocate", report=True)
     lab.expect_failure(run, "you tried to allocate")
     killed = lab.train("out-of-memory", KILLED)
     lab.show_end(killed, None, report=True)
@@ -42,11 +42,11 @@ def show_fault(lab: Lab) -> None:
 def show_fix(lab: Lab) -> None:
     require_linux()
     run = lab.train("out-of-memory", LIMITED, args=(*LARGE, "-b", 8))
-    lab.show_end(run, r"tokens per step|\| loss")
+    lab.show_end(run, r"each step: |\| loss")
     trained = run.status == 0 and len(run.metrics) == 2
     lab.expect(trained, "smaller micro-batches should fit within the limit")
 
 
 def require_linux() -> None:
     if sys.platform != "linux":
-        raise InputError("out-of-memory works only on Linux: choose another fault.")
+        raise RunError("out-of-memory works only on Linux: choose another fault.")

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch.multiprocessing import ProcessExitedException, start_processes
 
-from common.cli import InputError
+from common.cli import RunError
 
 from comparison import training
 
@@ -84,7 +84,7 @@ def be_rank(rank: int, run_number: int, port: int, environments: list[dict[str, 
         try:
             training.check_row(run, device)
             answer = "done", train_once(run, rank, device, dist.PrefixStore(key, store))
-        except InputError as error:
+        except RunError as error:
             answer = "left_out", str(error)
         except Exception as error:
             reason = (str(error).splitlines() or [""])[0]

@@ -6,7 +6,7 @@ import re
 import statistics
 from pathlib import Path
 
-from common.cli import InputError
+from common.cli import RunError
 
 from comparison.machine import describe_machine
 from comparison.training import PHASES, PRECISIONS, STRATEGIES, after_warmup
@@ -30,13 +30,13 @@ def open_results(args: argparse.Namespace) -> dict:
     settings = {name: getattr(args, name) for name in SETTINGS}
     if not args.append:
         if args.output.exists():
-            raise InputError(f"{args.output} exists: give another --output, or add --append.")
+            raise RunError(f"{args.output} exists: give another --output, or add --append.")
         return {"machine": machine, "results": {"settings": settings, "added_by": [], "rows": []}}
     content = read(args.output)
     before, now = content["machine"] | content["results"]["settings"], machine | settings
     for name in (*SETTINGS, "gpu", "cpu", "torch", "transformers"):
         if now.get(name) != before.get(name):
-            raise InputError(
+            raise RunError(
                 f"{args.output} was measured with {name} {before.get(name)}, not {now.get(name)}: "
                 "--append needs the same settings on the same kind of machine."
             )
@@ -61,7 +61,7 @@ def read(path: Path) -> dict:
         settings, _, _ = (content["results"][key] for key in ("settings", "rows", "added_by"))
         content["machine"]["cpu"], *(settings[name] for name in SETTINGS)
     except (OSError, ValueError, KeyError, TypeError) as error:
-        raise InputError(
+        raise RunError(
             f"{path} is not a result file of compare.py ({error}): give another file."
         ) from error
     return content
@@ -80,7 +80,7 @@ def write(path: Path, content: dict) -> None:
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(text)
     except OSError as error:
-        raise InputError(
+        raise RunError(
             f"Cannot write to {path} ({error.strerror}): give another --output."
         ) from error
 
@@ -172,10 +172,10 @@ def draw(result: Path, folder: Path) -> None:
         import matplotlib
         from matplotlib.figure import Figure
     except ImportError:
-        raise InputError("--draw needs matplotlib: pip install matplotlib.") from None
+        raise RunError("--draw needs matplotlib: pip install matplotlib.") from None
     content = read(result)
     if not folder.is_dir():
-        raise InputError(f"There is no folder {folder} for the figures: give another --figures.")
+        raise RunError(f"There is no folder {folder} for the figures: give another --figures.")
     settings = content["results"]["settings"]
     where = f"{settings['model_name']} on {content['machine'].get('gpu') or 'a CPU'}"
     tokens = settings["global_batch_size"] * settings["seq_length"]

@@ -20,10 +20,11 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
 from common import models
-from common.cli import InputError
+from common.cli import RunError
 from common.data import ResumableSampler, load_sequences, split_batch
-from common.distributed import gather
 from common.gradients import clip_grad_norm
+from common.launch import gather
+from common.sharding import find_layers
 from common.timers import PhaseTimers, flops_per_token
 from precision import COMPUTE_DTYPES, check_precision, convert_to_fp8
 
@@ -43,15 +44,15 @@ def number_of_ranks(strategy: str, devices: int) -> int:
 
 
 def check_row(run: argparse.Namespace, device: torch.device) -> None:
-    """Raise InputError, with the reason, if this machine cannot train with this row."""
+    """Raise RunError, with the reason, if this machine cannot train with this row."""
     if run.strategy == "dp" and (device.type != "cuda" or run.devices < 2):
-        raise InputError("nn.DataParallel needs at least two GPUs.")
+        raise RunError("nn.DataParallel needs at least two GPUs.")
     if run.strategy == "horovod" and hvd is None:
-        raise InputError("Horovod is not installed.")
+        raise RunError("Horovod is not installed.")
     if run.precision == "tf32" and device.type != "cuda":
-        raise InputError("On a CPU, tf32 is the same as fp32.")
+        raise RunError("On a CPU, tf32 is the same as fp32.")
     if run.precision == "tf32" and torch.cuda.get_device_capability(device) < (8, 0):
-        raise InputError("This GPU has no TF32.")
+        raise RunError("This GPU has no TF32.")
     precision = run.precision.removeprefix("pure-")
     check_precision(argparse.Namespace(precision=precision, param_dtype="float32"), device)
 
@@ -72,16 +73,12 @@ def train(run: argparse.Namespace, rank: int, device: torch.device) -> dict[str,
     config = models.load_config(run.model_name)
     tokenizer = models.load_tokenizer(run.model_name)
     torch.manual_seed(run.seed)
-    model = AutoModelForCausalLM.from_config(
-        config,
-        attn_implementation=models.causal_attention(config),
-        dtype=torch.float32,
-    )
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     if run.precision == "pure-bf16":
         for parameter in model.parameters():
             parameter.data = parameter.data.bfloat16()
     model.to(device)
-    layers = models.find_layers(model)
+    layers = find_layers(model)
     if run.precision == "fp8":
         convert_to_fp8(layers, run.seq_length)
     token_flops = flops_per_token(model, config, run.seq_length)

@@ -55,7 +55,6 @@ def train(words: list[str]) -> None:
     script.evaluate = lambda *_: dict.fromkeys(("eval_loss", "perplexity", "bits_per_byte"), 0.0)
     script.models.sample_text = lambda *_: ("", "")
     script.save_checkpoint = lambda *_: None
-    script.distributed.memory_bytes = lambda: 2**60  # of some machines it grows as it is used
     script.main()
 
 

@@ -58,7 +58,7 @@ def options_of(row: dict) -> tuple[str, int | None, object]:
         given["precision"] = "bf16" if args.precision in (None, "fp16", "fp8") else args.precision
     given |= {"batch_size": batch_size, "accumulation": accumulation}
     given |= {"gpus": row["gpus"], "gpus_per_node": row["gpus"] // (row.get("nodes") or 1)}
-    seq_length = models.check_sizes(config_of(row, name), (), args.seq_length)
+    seq_length = models.sequence_length(config_of(row, name), args.seq_length)
     given |= {"param_dtype": args.param_dtype, "compile": args.compile}
     options = memory.Options(seq_length=seq_length, **given)
     return name, blocks, options

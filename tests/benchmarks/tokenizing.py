@@ -27,17 +27,17 @@ from pathlib import Path
 import psutil
 from machine import write_result
 
-from common.data import token_cache
-from common.data.sources import BUILT_IN, find_source
+from common.data import encode_documents
+from common.documents import BUILT_IN, find_documents, read_documents
 from common.models import load_tokenizer
 
-WAYS = ("library", "pack_documents")
+WAYS = ("library", "encode_documents")
 PIECE, PIECES_PER_BATCH = 4000, 256
 KINDS = ("Pss", "Pss_Anon", "Pss_Shmem")  # of memory; the first one includes mapped files
 
 
 def write_corpus(path: Path, megabytes: int) -> None:
-    texts = find_source(BUILT_IN, None, None).load()[0]["text"]
+    texts = read_documents(find_documents(BUILT_IN, None, None).load(), held_out=False)
     pieces = [text[i : i + PIECE] for text in texts for i in range(0, len(text), PIECE)]
     size = number = 0
     with path.open("w", encoding="utf-8") as file:
@@ -49,14 +49,14 @@ def write_corpus(path: Path, megabytes: int) -> None:
 def measure(way: str, corpus: Path, folder: Path) -> dict[str, float]:
     """Tokenize the training part in this process; return MB/s and CPU seconds per MB."""
     tokenizer = load_tokenizer("gpt2-tiny")
-    documents = find_source(str(corpus), None, None).load()[0]
+    documents = find_documents(str(corpus), None, None).load()
     n_bytes = sum(len(text.encode()) for batch in documents.iter(1000) for text in batch["text"])
     start, cpu = time.perf_counter(), sum(os.times()[:4])
     if way == "library":
         for batch in documents.iter(PIECES_PER_BATCH):
             tokenizer.backend_tokenizer.encode_batch_fast(batch["text"], add_special_tokens=False)
     else:
-        token_cache.pack_documents(folder / "train", documents, tokenizer, token_cache.n_cores())
+        encode_documents(documents, tokenizer, folder / "encoded.arrow")
     megabytes, seconds = n_bytes / 1e6, time.perf_counter() - start
     cpu = sum(os.times()[:4]) - cpu
     return {"mb_per_s": megabytes / seconds, "cpu_s_per_mb": cpu / megabytes}
@@ -113,9 +113,9 @@ def main() -> None:
                     row[f"{way}_{key}"] = round(statistics.median(r[key] for r in runs), 3)
                 for key in ("peak_gib", "peak_without_files_gib"):
                     row[f"{way}_{key}"] = round(max(r[key] for r in runs), 2)
-            ours, alone = (row[f"{way}_mb_per_s"] for way in ("pack_documents", "library"))
+            ours, alone = (row[f"{way}_mb_per_s"] for way in ("encode_documents", "library"))
             row["share"] = round(ours / alone, 3)
-            ours, alone = (row[f"{way}_cpu_s_per_mb"] for way in ("pack_documents", "library"))
+            ours, alone = (row[f"{way}_cpu_s_per_mb"] for way in ("encode_documents", "library"))
             row["share_by_cpu"] = round(alone / ours, 3)
     print(json.dumps(results, indent=1))
     if args.output:

@@ -18,13 +18,13 @@ if "NOTES" in os.environ and "-m" not in words and any(w.endswith("train_llm.py"
     import torch
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
-    from common.data import dataset
+    from common import data
 
     notes = Path(os.environ["NOTES"]) / f"{socket.gethostname()}-{os.getpid()}.jsonl"
     samples: list[int] = []
-    getitems = dataset.Sequences.__getitems__
+    getitems = data.Sequences.__getitems__
 
-    def noting_getitems(self: dataset.Sequences, indices: list[int]) -> list[dict]:
+    def noting_getitems(self: data.Sequences, indices: list[int]) -> list[dict]:
         if torch.is_grad_enabled():  # not in the evaluation
             samples.extend(indices)
         return getitems(self, indices)
@@ -38,5 +38,5 @@ if "NOTES" in os.environ and "-m" not in words and any(w.endswith("train_llm.py"
         samples.clear()
         time.sleep(float(os.environ.get("PAUSE", 0)))
 
-    dataset.Sequences.__getitems__ = noting_getitems
+    data.Sequences.__getitems__ = noting_getitems
     register_optimizer_step_post_hook(note)
