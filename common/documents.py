@@ -23,7 +23,7 @@ from fsspec.utils import compressions
 
 from common.cli import RunError
 from common.models import cannot_load, prepare_for_hub
-from common.storage import DISK_ERRORS, as_path, cached_folder, explain_store_errors, is_remote
+from common.storage import as_path, cached_folder, disk_error, explain_store_errors, is_remote
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict  # see import_datasets
@@ -83,7 +83,7 @@ def find_documents(name: str, subset: str | None, text_column: str | None) -> Do
             parts = sorted((split, part._fingerprint) for split, part in table.items())
             return Documents(f"{parts} {text_column}", lambda: text_of(table, name, text_column))
         files = list_files(path)
-        if kind_of_all(path) != "text":
+        if kind_of_all(path, files) != "text":
             fingerprint = _fingerprint(files, (subset, text_column))
             name = str(path)
             return Documents(
@@ -108,12 +108,12 @@ def kind_of(file: str | Path) -> str | None:
     return KINDS.get((path.with_suffix("") if path.suffix in COMPRESSED else path).suffix)
 
 
-def kind_of_all(path: Path) -> str:
+def kind_of_all(path: Path, files: list[Path]) -> str:
     """Return the kind of a file, or of the files in a folder; "folder" leaves it to the library.
 
-    Raises RunError if there is none, or if there are several and nothing says which one is meant.
+    files: from list_files. Raises RunError if there is none, or if there are several and nothing
+    says which one is meant.
     """
-    files = list_files(path)
     if {"dataset_info.json", "dataset_dict.json"} & {file.name for file in files}:
         return "folder"  # of save_to_disk
     examples = {kind: file for file in reversed(files) if (kind := kind_of(file))}
@@ -280,7 +280,8 @@ def load_table(name: str, subset: str | None) -> "DatasetDict":
     """
     path = Path(name)
     if is_local := bool(name) and path.exists():
-        kind, path = kind_of_all(path), path.resolve()
+        files = list_files(path)
+        kind, path = kind_of_all(path, files), path.resolve()
         if kind == "text":
             raise RunError(f"{name} is text, not a table: give a table or a folder of tables.")
     else:
@@ -294,7 +295,7 @@ def load_table(name: str, subset: str | None) -> "DatasetDict":
             table = table if isinstance(table, dict) else {"train": table}
         else:
             # NA and None are texts. "csv" alone would be the library's reader, not a folder.
-            kinds = {kind_of(file) for file in list_files(path)} - {None, "text"}
+            kinds = {kind_of(file) for file in files} - {None, "text"}
             options = {"keep_default_na": False} if kinds == {"csv"} else {}
             if path.is_file():
                 files = glob.escape(str(path))
@@ -302,9 +303,8 @@ def load_table(name: str, subset: str | None) -> "DatasetDict":
             else:
                 table = datasets.load_dataset(str(path), subset, **options)
     except Exception as error:  # the library wraps errors of its readers in many classes
-        for cause in (error, error.__cause__):
-            if getattr(cause, "errno", None) in DISK_ERRORS:
-                raise cause from None
+        if cause := disk_error(error):
+            raise cause from None
         raise cannot_load("data set", name, error.__cause__ or error) from error
     if "train" not in table:
         raise RunError(

@@ -92,10 +92,7 @@ def cached_folder(kind: str, key: object, fill: Callable[[Path], None]) -> Path:
             fill(unfinished)
             unfinished.replace(folder)
     except Exception as error:
-        cause = error  # the datasets library wraps what a disk says
-        while cause and getattr(cause, "errno", None) not in DISK_ERRORS:
-            cause = cause.__cause__
-        if cause is None:
+        if (cause := disk_error(error)) is None:
             raise
         raise _cannot_write(cache, cause) from error
     finally:
@@ -137,6 +134,13 @@ def upload(run_dir: Path, name: str) -> None:
 
 
 # --- errors ---
+
+
+def disk_error(error: BaseException | None) -> BaseException | None:
+    """Return the disk's error that caused this one, or None: the datasets library wraps it."""
+    while error is not None and getattr(error, "errno", None) not in DISK_ERRORS:
+        error = error.__cause__
+    return error
 
 
 def explain_store_errors(function: Callable) -> Callable:

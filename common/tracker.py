@@ -88,7 +88,8 @@ def _name_of(args: argparse.Namespace) -> str:
     model, dataset = Path(args.model_name).name, Path(args.dataset_name).stem
     # With the process id, runs that start in the same second have different folders.
     name = f"{model}-{dataset}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    return gather({0: re.sub(r"[^\w.-]+", "-", name)} if rank_and_world_size()[0] == 0 else {})[0]
+    rank, _ = rank_and_world_size()
+    return gather({rank: re.sub(r"[^\w.-]+", "-", name)})[0]
 
 
 @storage.explain_store_errors
@@ -98,7 +99,7 @@ def _check_that_all_see_it(run_dir: Path) -> None:
     A rank with another folder would save its part of each checkpoint there.
     """
     rank, _ = rank_and_world_size()
-    mark = run_dir / f".seen-{gather({0: uuid.uuid4().hex} if rank == 0 else {})[0]}"
+    mark = run_dir / f".seen-{gather({rank: uuid.uuid4().hex})[0]}"
     if rank == 0:
         try:
             if storage.is_remote(run_dir):

@@ -54,7 +54,7 @@ def check_new(run_dir: Path) -> None:
     if is_remote(run_dir):
         raise RunError(f"A classifier cannot be saved to {run_dir}: give a folder.")
     rank, _ = rank_and_world_size()
-    if gather({0: (run_dir / "metrics.jsonl").exists()} if rank == 0 else {})[0]:
+    if gather({rank: (run_dir / "metrics.jsonl").exists()})[0]:
         raise RunError(f"{run_dir} already contains a run: give another -e.")
 
 
