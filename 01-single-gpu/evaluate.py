@@ -54,7 +54,8 @@ def main() -> None:
     launch.prepare_environment()  # also runs as a single process, without torchrun
     rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     cuda = torch.cuda.is_available()
-    device = torch.device(f"cuda:{os.environ['LOCAL_RANK']}" if cuda else "cpu")
+    local_rank = int(os.environ["LOCAL_RANK"])
+    device = torch.device("cuda", local_rank % torch.cuda.device_count()) if cuda else "cpu"
     level = logging.INFO if rank == 0 else logging.WARNING
     logging.basicConfig(level=level, format="%(message)s", handlers=[cli.ProgressHandler()])
     torch.set_float32_matmul_precision("high" if cuda else "highest")  # as in training

@@ -3,7 +3,9 @@
 import argparse
 import ast
 import dataclasses
+import functools
 import logging
+import re
 import sysconfig
 import textwrap
 import warnings
@@ -28,6 +30,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 KEYS = ("input_ids", "labels", "position_ids")
+PRIVATE = 0x10F000  # characters from here on, for private use, stand for special tokens' names
 COLUMNS = "question,answer"  # of a table without a column "messages"
 Messages = list[dict[str, str]]  # of one conversation: {"role": ..., "content": ...}
 
@@ -111,7 +114,8 @@ def encode(messages: Messages, tokenizer: PreTrainedTokenizerBase) -> tuple[list
     """Return the tokens of a conversation up to its last answer, and the label of each token.
 
     The label of an answer's token is the token itself. All other labels are IGNORED. A prompt is
-    rendered and tokenized as it is for generation, so training and generation agree.
+    rendered and tokenized as it is for generation, so training and generation agree, except that
+    the name of a special token in a message is text.
     """
     name = tokenizer.name_or_path
     if not tokenizer.chat_template:
@@ -119,6 +123,8 @@ def encode(messages: Messages, tokenizer: PreTrainedTokenizerBase) -> tuple[list
             f"The tokenizer of {name} has no chat template: give --tokenizer-name a folder with a "
             "tokenizer and a chat_template.jinja."
         )
+    for character, token in special_tokens(tokenizer).items():
+        messages = [{**m, "content": m["content"].replace(token, character)} for m in messages]
     input_ids, labels, done = [], [], ""
     for turn, message in enumerate(messages):
         if message["role"] != "assistant":
@@ -138,13 +144,31 @@ def encode(messages: Messages, tokenizer: PreTrainedTokenizerBase) -> tuple[list
                 f"The chat template of {name} changes earlier messages when "
                 "later ones follow: use another template, or conversations with one answer."
             )
-        parts = [prompt[len(done) :], answered[len(prompt) :]]
-        encoded = tokenizer(parts, add_special_tokens=False, verbose=False)
-        prompt_ids, answer_ids = encoded["input_ids"]
+        prompt_ids = tokenize(prompt[len(done) :], tokenizer)
+        answer_ids = tokenize(answered[len(prompt) :], tokenizer)
         input_ids += prompt_ids + answer_ids
         labels += [IGNORED] * len(prompt_ids) + answer_ids
         done = answered
     return input_ids, labels
+
+
+def tokenize(rendered: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the tokens of a part of a conversation in which messages have no special tokens."""
+    names, tokens = special_tokens(tokenizer), []
+    for piece in re.split(f"([{''.join(names)}])", rendered):
+        options = {"add_special_tokens": False, "split_special_tokens": piece in names}
+        tokens += tokenizer.encode(names.get(piece, piece), verbose=False, **options)
+    return tokens
+
+
+@functools.cache
+def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
+    """Return the names of the special tokens, longest first, by a private character for each."""
+    special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+    return {
+        chr(PRIVATE + number): token
+        for number, token in enumerate(sorted(special, key=len, reverse=True))
+    }
 
 
 def pack(encoded: list[tuple[list[int], list[int]]], seq_length: int) -> torch.Tensor:

@@ -13,6 +13,8 @@ source "$(dirname "${BASH_SOURCE[0]}")/../common/launch.sh"
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$THREADS}"
 # The output of each rank and the exception that ended it are in logs/<id>/attempt_0/<rank>/. Rank
 # 0's output is also shown here (3 means stdout and stderr).
-exec "$PYTHON" -m torch.distributed.run --standalone --nproc-per-node "$PROCESSES" \
+# --local-addr: a machine may not know its own name, and torchrun would wait for its address.
+exec "$PYTHON" -m torch.distributed.run --standalone --local-addr localhost \
+    --nproc-per-node "$PROCESSES" \
     --log-dir "$RUN/logs" --redirects 3 --tee 0:3 --role "" \
     "$SCRIPT" "$@"

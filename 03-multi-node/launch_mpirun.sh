@@ -13,6 +13,7 @@
 # FORWARD      names of more variables to pass on to the processes, separated by spaces
 set -euo pipefail
 SCRIPT=03-multi-node/train_llm.py
+DEFAULT_NAME="mpirun-$(date +%Y-%m-%d-%H-%M-%S)" # mpirun would overwrite the logs of another run
 source "$(dirname "${BASH_SOURCE[0]}")/../common/launch.sh"
 
 HOSTS=${HOSTS:-localhost:$PROCESSES}

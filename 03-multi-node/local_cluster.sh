@@ -5,7 +5,6 @@
 # apt-get install slurm-wlm munge openssh-server openssh-client iproute2
 #
 #   bash 03-multi-node/local_cluster.sh up          # node1 and node2; `up 4` for four nodes
-#   bash 03-multi-node/local_cluster.sh status
 #   bash 03-multi-node/local_cluster.sh down        # kills all jobs and removes all files
 #
 # To disconnect node1 from the network, and to connect it again:
@@ -288,19 +287,6 @@ $NODES nodes are up. To use them:
 END
 }
 
-status() {
-    is_up || { echo "No cluster is up." && exit 1; }
-    export SLURM_CONF=$DIR/slurm.conf
-    local line name address state
-    # sinfo can show a lost node as allocated, so this reads the output of scontrol.
-    scontrol --oneliner show nodes | while read -r line; do
-        [[ "$line" =~ NodeName=([^ ]+)\ .*NodeAddr=([^ ]+)\ .*\ State=([^ ]+) ]]
-        name=${BASH_REMATCH[1]} address=${BASH_REMATCH[2]} state=${BASH_REMATCH[3],,}
-        echo "$name  $address  $state  $(reachable "$address" || echo "not ")reachable"
-    done
-    squeue
-}
-
 down() {
     [[ -e "$DIR/$MARK" ]] || { echo "No cluster was up." && exit; }
     trap '' INT TERM HUP
@@ -310,8 +296,8 @@ down() {
 
 VERB=${1:-}
 NODES=${2:-2}
-[[ "$VERB" =~ ^(up|status|down)$ && $# -le 2 ]] ||
-    refuse "Say what to do: local_cluster.sh up [NODES], status or down."
+[[ "$VERB" =~ ^(up|down)$ && $# -le 2 ]] ||
+    refuse "Say what to do: local_cluster.sh up [NODES] or down."
 [[ "$NODES" =~ ^[1-9]$ ]] || refuse "NODES must be a number from 1 to 9, not '$NODES'."
 check_machine
 # Only one copy of this script runs at a time. A second one waits for the lock.

@@ -2,21 +2,16 @@
 
 python 04-fsdp/memory.py -m llama-3.1-8b -s 8192 -b 1 --gpus 8 --gpu-memory 139
 
-peak_memory.py beside this script computes the prediction and explains it. With --tokens, the script
-also estimates how long the whole run takes, and what it costs.
+peak_memory.py beside this script computes the prediction and explains it.
 """
 
 import argparse
-import math
 from dataclasses import fields, replace
-from pathlib import Path
 
-import torch
-from transformers import AutoModelForCausalLM, PretrainedConfig
+from transformers import PretrainedConfig
 
 from common import cli, launch, models
 from common.cli import RunError, at_least
-from common.timers import PEAK_FLOPS, flops_per_token
 
 from peak_memory import Options, predict
 
@@ -42,25 +37,13 @@ SETUPS = {
 }
 RESERVE = 0.05  # share of a GPU's memory for CUDA, NCCL and fragmentation
 MAX_GPUS = 2**16
-# By GPU and model: the MFU of chapter 5 in bfloat16 with --compile, and the setup.
-MEASURED = {
-    ("NVIDIA H200", "gpt2"): (0.441, "2 GPUs with -s 1024 -b 64"),
-    ("NVIDIA H200", "llama-3.1-8b"): (0.561, "4 GPUs with -s 8192 -b 1"),
-}
-ASSUMED_MFU = 0.4  # Llama 3.1 405B reached 38% to 43%: https://arxiv.org/abs/2407.21783, table 4
-UNITS = {"K": 1e3, "M": 1e6, "B": 1e9, "T": 1e12}
 
 
 def predict_all(config: PretrainedConfig, options: Options, cache: dict) -> dict[str, dict]:
     """Return the prediction for each setup; cache: see predict."""
-    setups = SETUPS
-    if options.tensor_parallel > 1:  # only chapter 5 has it, and not with both of these options
-        setups = {name: setup for name, setup in SETUPS.items() if BF16.items() <= setup.items()}
-        if options.compile:
-            setups = {"Chapter 5": BF16}
     return {
         name: predict(config, replace(options, **changes), cache)
-        for name, changes in setups.items()
+        for name, changes in SETUPS.items()
     }
 
 
@@ -113,90 +96,12 @@ def table(predictions: dict[str, dict], memory: float) -> str:
     return "\n".join(lines)
 
 
-def draw(predictions: dict[str, dict], memory: float, title: str, path: Path) -> None:
-    """Draw the peak of each setup as a stacked bar, and the GPU's memory as a line."""
-    try:
-        import matplotlib
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise RunError("--chart needs matplotlib: pip install matplotlib.") from None
-    if path.suffix not in (".png", ".svg") or not path.parent.is_dir():
-        raise RunError(f"--chart {path} must be a .png or .svg file in an existing folder.")
-    figure = Figure(figsize=(9, 4.5), layout="constrained")
-    axes = figure.add_subplot()
-    left = [0.0] * len(predictions)
-    for part in ("parameters", "gradients", "buckets", "moments", "gathered", "activations"):
-        sizes = [found["parts"][part] / GIB for found in predictions.values()]
-        if any(sizes):
-            axes.barh([short(name) for name in predictions], sizes, left=left, label=part)
-        left = [start + size for start, size in zip(left, sizes, strict=True)]
-    axes.axvline(memory, color="black", linestyle="--", label=f"GPU memory: {memory:g} GiB")
-    # Cuts off bars that are longer than three times the GPU's memory.
-    axes.set_xlim(0, 1.05 * max(memory, min(max(left), 3 * memory)))
-    axes.invert_yaxis()
-    axes.set(title=title, xlabel="peak memory in a training step, GiB per GPU")
-    axes.legend()
-    with matplotlib.rc_context({"svg.hashsalt": "memory"}):  # the same file each time
-        figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
-
-
-def check_tensor_parallel(args: argparse.Namespace, config: PretrainedConfig) -> None:
-    """Raise RunError where chapter 5's script with tensor-parallel.diff does."""
-    n_ranks, flag = args.tensor_parallel, f"--tensor-parallel {args.tensor_parallel}"
-    if n_ranks == 1:
-        return
-    if config.model_type != "llama":
-        raise RunError(f"{flag} needs a Llama model, not {config.model_type}: give another -m.")
-    limit = math.gcd(args.gpus, config.num_key_value_heads, config.intermediate_size)
-    if limit % n_ranks:
-        raise RunError(f"{flag} must divide ranks, KV heads and MLP width, so also {limit}.")
-    if args.hsdp:
-        raise RunError(f"With {flag}, leave out --hsdp.")
-
-
-def token_count(text: str) -> float:
-    """Read a number of tokens, such as 10e9 or 10B."""
-    unit = UNITS.get(text[-1:].upper(), 1.0)
-    return unit * at_least(1e-9, 1e18)(text[:-1] if unit > 1 else text)
-
-
-def find_mfu(args: argparse.Namespace) -> tuple[float, str]:
-    """Return the MFU to count with, and where it comes from."""
-    if args.mfu:
-        return args.mfu, "given by --mfu"
-    known = MEASURED.get((args.gpu_name, args.model_name))
-    if known is None or args.num_layers or args.tensor_parallel > 1:
-        return ASSUMED_MFU, "assumed for bfloat16; set your own with --mfu"
-    mfu, setup = known
-    return mfu, f"measured in chapter 5 on {setup}"
-
-
-def time_and_cost(args: argparse.Namespace, config: PretrainedConfig) -> str:
-    """Return how long --tokens take on all GPUs, and what they cost."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    mfu, source = find_mfu(args)
-    flops = args.tokens * flops_per_token(model, config, args.seq_length)
-    hours = flops / (args.gpus * PEAK_FLOPS[args.gpu_name] * mfu) / 3600
-    text = f"{args.tokens:,.0f} tokens take {hours:,.1f} hours on {args.gpus} x {args.gpu_name}"
-    if args.price_per_gpu_hour is not None:
-        text += f" and cost {args.gpus * hours * args.price_per_gpu_hour:,.2f}"
-    return f"{text}, at an MFU of {mfu:.1%} ({source})."
-
-
 def get_args() -> argparse.Namespace:
     parser = cli.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument_group("machine").add_argument
     add("--gpus", default=8, type=at_least(1), help="number of GPUs")
     add("--gpus-per-node", default=8, type=at_least(1), help="GPUs in one machine")
     add("--gpu-memory", default=80.0, type=at_least(0.001), help="GiB of one GPU")
-    add("--chart", type=Path, help="png or svg file to draw into")
-    add = parser.add_argument_group("time and cost").add_argument
-    add("--tokens", type=token_count, help="tokens of the whole run, as 10e9 or 10B")
-    add("--price-per-gpu-hour", type=at_least(0.0), help="in any currency")
-    add("--gpu-name", default="NVIDIA H100", choices=PEAK_FLOPS, help="whose peak FLOP/s to use")
-    share = at_least(1e-6, 1.0)
-    add("--mfu", type=share, help="share of the peak (default: as measured, or assumed)")
     add = parser.add_argument_group("data and model").add_argument
     add("-m", "--model-name", default="gpt2", help="preset, folder or hub id")
     add("--num-layers", type=at_least(1), help="transformer layers (default: the model's)")
@@ -211,7 +116,6 @@ def get_args() -> argparse.Namespace:
     default_on = {"default": True, "action": argparse.BooleanOptionalAction}
     add("--reshard-after-forward", **default_on, help="free weights between forward and backward")
     add("--hsdp", action="store_true", help="shard within nodes, replicate over nodes")
-    add("--tensor-parallel", default=1, type=at_least(1), help="ranks that share each layer")
     return parser.parse_args()
 
 
@@ -222,10 +126,7 @@ def main() -> None:
             f"--gpus {args.gpus} does not fill nodes of {args.gpus_per_node} GPUs: give a multiple "
             "of --gpus-per-node."
         )
-    if args.tokens is None and (args.mfu or args.price_per_gpu_hour is not None):
-        raise RunError("--mfu and --price-per-gpu-hour need --tokens.")
     config = models.load_config(args.model_name)
-    check_tensor_parallel(args, config)
     if args.num_layers:
         config.num_hidden_layers = args.num_layers
     args.seq_length = models.sequence_length(config, args.seq_length)
@@ -233,17 +134,12 @@ def main() -> None:
     cache = {}
     predictions = predict_all(config, options, cache)
     print(table(predictions, args.gpu_memory))
-    if args.chart:
-        title = f"{args.model_name}, {args.batch_size} x {args.seq_length} tokens, {args.gpus} GPUs"
-        draw(predictions, args.gpu_memory, title, args.chart)
-    sequences = args.gpus // args.tensor_parallel * args.batch_size * args.accumulation
+    sequences = args.gpus * args.batch_size * args.accumulation
     print(
         f"The table is for --global-batch-size {sequences}; for a larger one, set --accumulation. "
         f"A setup fits if its peak is at most {1 - RESERVE:.0%} of --gpu-memory."
     )
     print(recommend(config, options, args.gpu_memory, cache))
-    if args.tokens:
-        print(time_and_cost(args, config))
 
 
 if __name__ == "__main__":

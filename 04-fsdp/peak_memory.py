@@ -11,8 +11,6 @@ N parameters of e bytes each (4 in float32) take, on each of n GPUs, in bytes:
 (*) In DDP's buckets. With accumulation, a second copy exists until the last backward pass.
 (**) ZeRO-1 assigns whole parameters to ranks, so the ranks do not hold equally much.
 FSDP cuts each parameter along its first dimension d into n shards of ceil(d / n) rows.
-With tensor parallelism over t ranks, each layer is first cut into t parts, and FSDP cuts each part
-into n / t shards. The model state is still divided by n; what is gathered is only a t-th.
 Sources: https://arxiv.org/abs/1910.02054 (ZeRO) and torch/distributed/fsdp/_fully_shard.
 
 Activations, the tensors that the forward pass saves for the backward pass, come on top. They are
@@ -26,13 +24,12 @@ With full checkpointing it saves only its input, 4 d bytes. The loss saves log-p
 bytes per token for a vocabulary of V tokens, and its backward pass briefly holds two more tensors
 of that size. A compiled loss holds only the logits and their gradient. A compiled layer with
 selective checkpointing does not save its last matmul, which its backward pass does not need.
-What tensor parallelism divides is in tensor_parallel_bytes.
 
 Accuracy, compared with training steps on a CPU: parameters, gradients and moments are exact. The
-peak is within 1% if activations dominate, and within 4% for sequences of a handful of tokens (6%
-with tensor parallelism). Not included: workspaces of kernels and collectives (cuBLAS takes 32 MiB),
-copies of single shards, attention masks, and the activations that compiled layers of Llama
-recompute on their own.
+peak is within 1% if activations dominate, and within 7% for sequences of a handful of tokens (up to
+16% too low with bf16 and --reduce-every-backward). Not included: workspaces of kernels and
+collectives (cuBLAS takes 32 MiB), copies of single shards, attention masks, and the activations
+that compiled layers of Llama recompute on their own.
 """
 
 import math
@@ -71,7 +68,6 @@ class Options:
     hsdp: bool = False
     cpu_offload: bool = False
     compile: bool = False
-    tensor_parallel: int = 1  # ranks that share each layer, see 05-mixed-precision/beyond.md
 
 
 def predict(config: PretrainedConfig, options: Options, cache: dict | None = None) -> dict:
@@ -96,7 +92,7 @@ def predict(config: PretrainedConfig, options: Options, cache: dict | None = Non
         lifetime = "tensor" if unreduced and computed == reduced else "layer"
     else:
         lifetime = "step" if options.sharding == "none" and not accumulates else "tensor"
-    key = (options.batch_size, options.seq_length, options.tensor_parallel, stored, computed)
+    key = (options.batch_size, options.seq_length, stored, computed)
     key += (options.activation_checkpointing, options.compile, lifetime)
     cache = {} if cache is None else cache
     if key not in cache:
@@ -116,10 +112,6 @@ def predict(config: PretrainedConfig, options: Options, cache: dict | None = Non
     on_gpu = dict.fromkeys(states, 0) if options.cpu_offload else states
     gathered = [ranks * shard * computed for shard in shards]
     sent = [ranks * shard * reduced for shard in shards]
-    embedding = 0
-    if options.tensor_parallel > 1:  # its gradient has all rows, until it is reduced
-        rows = config.vocab_size - config.vocab_size // options.tensor_parallel
-        embedding = rows * config.hidden_size * reduced
     # During the optimizer step there are no activations. The first step creates the moments.
     phases = {("update", 0): {**on_gpu, "gathered": 0, "activations": 0}}
     for phase, layer, size in activations:
@@ -127,7 +119,7 @@ def predict(config: PretrainedConfig, options: Options, cache: dict | None = Non
         done = slice(layer + 1, len(shards) - 1) if phase == "backward" else slice(0)
         if sharded:
             parts["gathered"] = gathered_bytes(gathered, sent, phase, layer, options)
-            parts["gathered"] += (sum(sent) - sum(sent[done]) + embedding) * unreduced
+            parts["gathered"] += (sum(sent) - sum(sent[done])) * unreduced
             if not reduces_each and not options.cpu_offload:
                 parts["gradients"] = stored * sum(shards[done])
         elif lifetime == "step":
@@ -157,25 +149,12 @@ def ranks_per_shard_group(options: Options) -> int:
         return 1
     if options.hsdp:
         return min(options.gpus, options.gpus_per_node)
-    return options.gpus // options.tensor_parallel
+    return options.gpus
 
 
 def shard_numel(group: list[torch.Size], ranks: int) -> int:
     """Return the size of rank 0's shards of a group: ceil(d / ranks) rows of each parameter."""
     return sum(math.ceil(shape[0] / ranks) * math.prod(shape[1:]) for shape in group)
-
-
-def tensor_parallel_shape(name: str, shape: torch.Size, ranks: int) -> torch.Size:
-    """Return the shape of rank 0's part of a Llama parameter, which FSDP then cuts into shards.
-
-    As in the plan in 05-mixed-precision/tensor-parallel.diff: o_proj and down_proj are cut by their
-    inputs, all other layers by their outputs, and the embedding by its tokens. The norms, and the
-    biases of o_proj and down_proj, are on all ranks.
-    """
-    dim = 1 if "o_proj" in name or "down_proj" in name else 0
-    if "norm" in name or dim == len(shape):
-        return shape
-    return torch.Size((*shape[:dim], math.ceil(shape[dim] / ranks), *shape[dim + 1 :]))
 
 
 def zero1_numel(shapes: list[torch.Size], ranks: int) -> int:
@@ -231,17 +210,16 @@ def count_activations(
     "layer" has ended, or until the "tensor" itself is complete.
     """
     half = options.precision == "bf16" or options.param_dtype == "bfloat16"
-    # This registers causal_sdpa, which needs no attention mask.
-    if models.causal_attention(config) == "eager":
-        raise RunError(
-            f"transformers has no SDPA for {config.model_type}: measure its memory in a short run."
-        )
+    attention = models.causal_attention(config)
+    if attention == "eager":
+        raise cannot_predict(config, "transformers has no SDPA for it")
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
             config,
-            attn_implementation="causal_sdpa",
+            attn_implementation="sdpa" if attention == "sdpa" else "causal_sdpa",  # without a mask
             dtype=torch.bfloat16 if half else torch.float32,
         )
+    model.config.pad_token_id = None  # GPT-2 would look for padding in the tokens
     layers = find_layers(model)
     parameters = [list(layer.parameters()) for layer in layers]
     in_layers = {id(parameter) for group in parameters for parameter in group}
@@ -278,56 +256,32 @@ def count_activations(
     if lifetime == "tensor":
         for parameter in model.parameters():
             parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
-    with live:
-        shape = (options.batch_size, options.seq_length)
-        tokens = torch.zeros(shape, dtype=torch.int64, device="meta")
-        model(input_ids=tokens, labels=tokens).loss.backward()
-    names = {id(parameter): name for name, parameter in model.named_parameters()}
-    n_ranks = options.tensor_parallel
-    groups = [
-        [tensor_parallel_shape(names[id(p)], p.shape, n_ranks) for p in group]
-        for group in parameters
-    ]
+    shape = (options.batch_size, options.seq_length)
+    tokens = torch.zeros(shape, dtype=torch.int64, device="meta")
+    try:
+        with live:
+            model(input_ids=tokens, labels=tokens).loss.backward()
+    except RuntimeError as error:  # for example, it reads a number from a tensor
+        reason = f"it does not run on the meta device ({str(error).splitlines()[0].rstrip('.')})"
+        raise cannot_predict(config, reason) from error
+    forwards = [layer for phase, layer, _ in live.phases if phase == "forward"]
+    if forwards != list(range(-1, len(layers))):
+        raise cannot_predict(config, "its layers do not run once each, one after the other")
+    groups = [[parameter.shape for parameter in group] for group in parameters]
     if options.compile and options.activation_checkpointing == "selective":
         last_matmul = math.prod(shape) * config.hidden_size * (2 if half else 4)
         for entry in live.phases:
             phase, layer, _ = entry
             finished = max(0, layer + (phase == "backward"))  # layers that have saved tensors then
             entry[2] -= finished * last_matmul
-    if n_ranks > 1:
-        for entry in live.phases:
-            entry[2] = tensor_parallel_bytes(*entry, config, options, 2 if half else 4)
     return groups, [tuple(entry) for entry in live.phases]
 
 
-def tensor_parallel_bytes(
-    phase: str, layer: int, size: int, config: PretrainedConfig, options: Options, itemsize: int
-) -> int:
-    """Return what one of the ranks that share each layer holds of the `size` bytes of a phase.
-
-    With sequence parallelism, each rank has some positions of the residual and the norms, and some
-    heads and hidden units of all positions. So everything is divided, except, for all positions:
-
-    - the gathered inputs of attention and of the MLP, which are saved for the backward pass, or
-      with selective checkpointing the outputs of their last matmuls, before the reduce-scatter
-    - two more tensors of this size for a moment, and four where their gradients are added up
-    - the logits, because the plan gathers those of all tokens: the loss holds 12 bytes for each. A
-      compiled loss holds less than their all-gather: a rank's part, the buffer, and its copy.
-    - the gradient of the embedding, which has all rows until it is reduced to a rank's part
-    """
-    share = 1 / options.tensor_parallel
-    layers = min(layer + 1, config.num_hidden_layers)  # that have saved these tensors
-    if options.activation_checkpointing == "full":
-        layers = int(phase != "head")  # the one that is recomputed
-    tokens = options.batch_size * options.seq_length
-    wide = 2 * layers + (4 if phase == "backward" else 2)
-    whole = (1 - share) * wide * tokens * config.hidden_size * itemsize
-    if phase == "head":
-        per_logit = (2 - share) * itemsize if options.compile else (1 - share) * 12
-        whole += per_logit * tokens * config.vocab_size
-    elif (phase, layer) == ("backward", -1):
-        whole += config.vocab_size * config.hidden_size * itemsize
-    return round(share * size + whole)
+def cannot_predict(config: PretrainedConfig, reason: str) -> RunError:
+    return RunError(
+        f"The memory of {config.model_type} cannot be predicted, because {reason}: measure it in a "
+        "short run."
+    )
 
 
 class LiveBytes(TorchDispatchMode):
@@ -382,6 +336,8 @@ class GpuKernels(TorchFunctionMode):
 
     def __torch_function__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if func is torch._grouped_mm:
+            return ExpertMatmul.apply(*args)
         if func is torch.nn.functional.scaled_dot_product_attention:
             query, key, value = args
             causal, scale = kwargs["is_causal"], kwargs.get("scale")
@@ -397,6 +353,20 @@ class GpuKernels(TorchFunctionMode):
 def with_gpu_kernels(forward: Callable, *args: object, **kwargs: object) -> object:
     with GpuKernels():
         return forward(*args, **kwargs)
+
+
+class ExpertMatmul(torch.autograd.Function):
+    """Holds what the matmul of a mixture of experts holds; on meta, PyTorch has bfloat16 only."""
+
+    @staticmethod
+    def forward(ctx, rows: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(rows, weights)
+        return rows.new_empty(rows.shape[0], weights.shape[-1])
+
+    @staticmethod
+    def backward(ctx, _: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        rows, weights = ctx.saved_tensors
+        return torch.empty_like(rows), torch.empty_like(weights)
 
 
 class CompiledLoss(torch.autograd.Function):

@@ -35,6 +35,7 @@ from common.checkpoint import (
     check_finite,
     fixed_settings,
     load_checkpoint,
+    parse_args,
     save_checkpoint,
 )
 from common.cli import at_least
@@ -87,7 +88,7 @@ def get_args() -> argparse.Namespace:
         type=at_least(1e-6, math.inf),
         help="clip above this; inf: never",
     )
-    add("--num-epochs", default=0.6, type=at_least(0.0), help="passes over the data")
+    add("--num-epochs", default=0.6, type=at_least(1e-6), help="passes over the data")
     add("--max-steps", type=at_least(1), help="number of steps; overrides --num-epochs")
     add("--zero1", action="store_true", help="shard the optimizer state (chapters 4 and 5: always)")
     default_on = {"default": True, "action": argparse.BooleanOptionalAction}
@@ -107,7 +108,7 @@ def get_args() -> argparse.Namespace:
     )
     add("--keep-checkpoints", default=2, type=at_least(1), help="how many checkpoints to keep")
     add("--async-checkpoint", action="store_true", help="train while a checkpoint is written")
-    return parser.parse_args()
+    return parse_args(parser)  # a run that is resumed has its own defaults
 
 
 @record  # lets torchrun report the exception of the rank that failed first
@@ -121,8 +122,9 @@ def main() -> None:
     rank = int(os.environ["RANK"])
     world_size = int(os.environ["WORLD_SIZE"])
     local_rank = int(os.environ["LOCAL_RANK"])  # the rank within this machine
-    device = torch.device(f"cuda:{local_rank}" if torch.cuda.is_available() else "cpu")
-    if device.type == "cuda":
+    device = torch.device("cpu")
+    if torch.cuda.is_available():  # a launcher can show each process another GPU, and only that
+        device = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)  # "cuda" without a number means this GPU from here on
     # GPUs multiply float32 matrices in TF32: the range of float32, about 3 decimal digits.
     torch.set_float32_matmul_precision("high" if device.type == "cuda" else "highest")
@@ -151,6 +153,8 @@ def main() -> None:
         model = models.load_pretrained(args.model_name, config)
     else:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    if rank == 0:
+        models.check_causal(model)  # a loss means nothing if the model sees what it predicts
     full_model = model
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -209,6 +213,7 @@ def main() -> None:
         sampler=sampler,
         drop_last=True,  # all micro-batches have the same size, so their losses can be averaged
         num_workers=args.num_workers,
+        timeout=300 if args.num_workers else 0,  # seconds: a stuck worker must not stop the run
         pin_memory=device.type == "cuda",  # lets the copy to the GPU overlap with computation
         # An iterator draws a seed when it starts. Its own generator keeps torch's RNG unchanged.
         generator=torch.Generator(),
@@ -290,7 +295,7 @@ def main() -> None:
     batches = None
     model.train()  # turns dropout on, if the model has any
     # Python's garbage collector would pause some steps for up to 0.4 s. From here on it runs only
-    # when a step is logged, and it ignores all objects that exist now.
+    # with a checkpoint, and it ignores all objects that exist now.
     gc.freeze()
     gc.disable()
     while state["step"] < total_steps:
@@ -360,7 +365,6 @@ def main() -> None:
             stop = stop_requests.item() > 0 and not last
             logged_step = state["step"]
             running_loss.zero_()
-            gc.collect()
         if state["step"] % args.eval_freq == 0 or last:
             with timers("evaluate"):
                 metrics |= evaluate(model, eval_dataloader, device, eval_data.tokens_per_byte)
@@ -368,6 +372,7 @@ def main() -> None:
             tracker.log(metrics)  # to metrics.jsonl, wandb and the log
         if state["step"] % args.ckpt_freq == 0 or last or stop:
             with timers("save"):  # if the process is killed here, the previous checkpoint is valid
+                gc.collect()
                 save(run_dir, model, optimizer, lr_scheduler, state, args.keep_checkpoints)
         if stop:
             break

@@ -1,29 +1,32 @@
-"""Compare strategies and precisions: train the same model in each, and measure speed and losses.
+"""Compare strategies and precisions: train the same model with the chapters' own scripts.
 
 python 05-mixed-precision/compare.py
 
-A row is a strategy in a precision. All rows have the same model, initial weights, samples, order of
-samples, schedule, seed and threads per device. Each round has its own seed and trains every row
-once; every other round goes through the rows backwards, so that no row always runs on a warm
-machine. Three parts can be measured:
+A row is a strategy in a precision, for example ddp:bf16. Chapter 1 trains `single`, chapter 2 `ddp`
+and, with --zero1, `zero1`, and chapter 5 trains `fsdp`. Chapters 1 and 2 compute in float32, or in
+TF32 on a GPU. For other precisions, autocast-01.diff or autocast-02.diff is applied to a temporary
+copy of the script. Only chapter 5 has fp8.
 
-loss     --global-batch-size sequences per step, however many devices there are. All rows see the
-         same tokens, so losses can be compared step by step. Never compiled.
-speed    --batch-size sequences per device and step: twice the devices train on twice the tokens.
-largest  like speed, with the largest batch per device that fits on the GPU, found by search.
+All rows have the same model, initial weights, global batch, order of samples, steps, schedule and
+threads per device. Each round has its own seed and trains every row once; every other round goes
+through the rows backwards, so that no row always runs on a warm machine.
 
-The first third of the steps is warm-up and is not counted. If a row fails, the result says why.
-
-comparison/training.py has the training itself, comparison/ranks.py the processes that run it, and
-comparison/results.py the result file, the table and the figures.
+All numbers come from metrics.jsonl, which has a line for every WINDOW steps. Speeds and times are
+medians of the lines. The first third of the lines is warm-up and is not counted. The peak memory is
+that of rank 0: of its GPU, or of its process on a CPU.
 """
 
 import argparse
 import fnmatch
 import itertools
+import json
+import math
 import os
-import time
-from collections.abc import Callable
+import shutil
+import statistics
+import subprocess
+import sys
+import tempfile
 from pathlib import Path
 
 import torch
@@ -32,145 +35,190 @@ from common import cli, launch, models
 from common.cli import RunError, at_least
 from common.data import load_sequences, split_batch
 
-from comparison import results
-from comparison.ranks import Ranks
-from comparison.training import PRECISIONS, STRATEGIES, WINDOW, number_of_ranks
+from machine_facts import describe_machine
+
+REPOSITORY = Path(__file__).parents[1]
+STRATEGIES = {  # the chapter and its flags
+    "single": ("01-single-gpu", ()),
+    "ddp": ("02-ddp", ()),
+    "zero1": ("02-ddp", ("--zero1",)),
+    "fsdp": ("05-mixed-precision", ()),
+}
+PRECISIONS = ("fp32", "tf32", "bf16", "fp16", "pure-bf16", "fp8")
+PHASES = ("data", "forward", "backward", "update")
+WINDOW = 5  # steps
 
 
 def get_args() -> argparse.Namespace:
     parser = cli.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument_group("rows").add_argument
     add("--only", nargs="+", default=["*:*"], help="rows, for example ddp:bf16 or 'fsdp:*'")
-    parts = {"nargs": "+", "choices": results.PARTS, "default": ["loss", "speed"]}
-    add("--parts", **parts, help="what to measure")
-    add("--seeds", nargs="+", type=at_least(0), default=[0, 1, 2], help="one round per seed")
+    add("--seeds", nargs="+", type=at_least(0), default=[0], help="one round per seed")
     add("--devices", type=at_least(1), help="number of ranks (default: all GPUs; on a CPU 2)")
-    add("--seconds", type=at_least(0.0), help="start no training after this many seconds")
-    add("--timeout", type=at_least(1), default=300, help="limit in seconds for one training")
     add("--output", type=Path, default="outputs/comparison.json", help="JSON file to write")
-    add("--append", action="store_true", help="add to the results in --output")
-    add("--draw", type=Path, metavar="RESULT", help="only draw the figures of this result file")
-    add("--figures", type=Path, help="folder for the figures (default: RESULT's folder)")
     add = parser.add_argument_group("data and model").add_argument
     add("-d", "--dataset-name", default="python-stdlib", help="preset, file, folder or hub id")
     add("-m", "--model-name", default="gpt2-tiny", help="preset, folder or hub id")
     add("-s", "--seq-length", default=32, type=at_least(2), help="tokens")
-    add("--compile", action="store_true", help="use torch.compile where speed is measured")
+    add("--compile", action="store_true", help="use torch.compile")
     add = parser.add_argument_group("optimize").add_argument
     add("-b", "--batch-size", default=4, type=at_least(1), help="limit per device and micro-batch")
-    add("--global-batch-size", default=8, type=at_least(1), help="sequences per step, for losses")
-    add("--steps", default=20, type=at_least(2 * WINDOW), help="steps in which losses are compared")
-    add("--speed-steps", default=15, type=at_least(2 * WINDOW), help="steps that measure speed")
-    add("--lr", type=at_least(0.0), help="peak learning rate (default: 1 / model width)")
+    add("--global-batch-size", default=8, type=at_least(1), help="sequences per step, all devices")
+    add("--steps", default=30, type=at_least(2 * WINDOW), help="optimizer steps")
     return parser.parse_args()
 
 
 def main() -> None:
-    start = time.monotonic()
     args = get_args()
-    if args.draw:
-        results.draw(args.draw, args.figures or args.draw.parent)
-        return
     rows = select_rows(args)
     prepare(args, max(row["devices"] for row in rows))
-    content = results.open_results(args)
-    rows = [results.add_row(content, row) for row in rows]
-    results.write(args.output, content)
-    ranks = Ranks(max(number_of_ranks(row["strategy"], row["devices"]) for row in rows))
-
-    def measure(row: dict, part: str, seed: int, **changes: object) -> dict | None:
-        """Train a row once. Return what was measured, or None if that failed: row says why."""
-        options = {key: row[key] for key in ("strategy", "precision", "devices")} | changes
-        run = argparse.Namespace(**{**vars(args), **options, "part": part, "seed": seed})
-        if part != "loss":
-            run.global_batch_size = run.batch_size * run.devices
-            run.steps = run.speed_steps
-        status, answer = ranks.train(run)
-        if status == "done":
-            return {"part": part, "seed": seed, **answer}
-        row[status][part] = answer
-        return None
-
-    try:
+    results = {"settings": vars(args), "rows": rows}
+    content = {"machine": describe_machine(), "results": results}
+    with tempfile.TemporaryDirectory() as folder:
         for n, seed in enumerate(args.seeds):
-            for row, part in itertools.product(rows[:: -1 if n % 2 else 1], args.parts):
-                late = args.seconds is not None and time.monotonic() - start > args.seconds
-                if late or row["left_out"] or part in row["failed"]:
-                    continue
-                if part != "largest":
-                    found = measure(row, part, seed)
-                else:
-                    found = find_largest(measure, row, args.batch_size) if n == 0 else None
-                    if found:  # the failure that ended the search
-                        found["stopped_by"] = row["failed"].pop("largest", None)
-                if found:
-                    others = [r for r in row["runs"] if (r["part"], r["seed"]) != (part, seed)]
-                    row["runs"] = [*others, found]
-                results.write(args.output, content)
-    except KeyboardInterrupt:
-        print("Interrupted. The table shows the results so far.")
-    finally:
-        ranks.stop()
-    content["results"]["seconds"] = round(time.monotonic() - start)
-    results.write(args.output, content)
-    print(results.table(content["results"]["rows"]))
+            for row in rows[:: -1 if n % 2 else 1]:
+                if not row["failed"]:
+                    train(row, seed, args, Path(folder))
+                    summarize(rows)
+                    args.output.write_text(json.dumps(content, indent=1, default=str) + "\n")
+    print(table(rows))
     print(f"wrote {args.output}")
 
 
 def select_rows(args: argparse.Namespace) -> list[dict]:
-    """Return the rows that --only names, each with its strategy, precision and devices."""
+    """Return the rows that --only names, as far as this machine has what they need."""
     gpus = torch.cuda.device_count()
     devices = args.devices or gpus or 2
     if 0 < gpus < devices:
         raise RunError(f"--devices {devices} is too many: PyTorch sees {gpus} GPUs.")
-    if "largest" in args.parts and not gpus:
-        raise RunError("--parts largest needs a GPU: leave it out on a CPU.")
-    rows = [
-        {"strategy": s, "precision": p, "devices": 1 if s == "single" else devices}
-        for s, p in itertools.product(STRATEGIES, PRECISIONS)
-        if any(fnmatch.fnmatchcase(f"{s}:{p}", pattern) for pattern in args.only)
-    ]
+    rows = []
+    for strategy, precision in itertools.product(STRATEGIES, PRECISIONS):
+        selected = any(fnmatch.fnmatchcase(f"{strategy}:{precision}", each) for each in args.only)
+        on_gpu = precision in ("tf32", "fp8")
+        if selected and (gpus or not on_gpu) and (strategy == "fsdp" or precision != "fp8"):
+            number = 1 if strategy == "single" else devices
+            row = {"strategy": strategy, "precision": precision, "devices": number}
+            rows.append(row | {"failed": None, "runs": [], "summary": {}})
     if not rows:
         raise RunError(
-            f"--only {' '.join(args.only)} matches no row: give STRATEGY:PRECISION, with a "
-            f"strategy of {', '.join(STRATEGIES)} and a precision of "
-            f"{', '.join(PRECISIONS)}."
+            f"--only {' '.join(args.only)} matches no row of this machine: give "
+            f"STRATEGY:PRECISION, with a strategy of {', '.join(STRATEGIES)} and a precision of "
+            f"{', '.join(PRECISIONS)} (tf32 and fp8 need a GPU; only fsdp has fp8)."
         )
     return rows
 
 
 def prepare(args: argparse.Namespace, devices: int) -> None:
-    """Tokenize the data, which the ranks then read from the cache, and check the arguments."""
+    """Check the arguments, and tokenize the data, which all trainings then read from a cache."""
+    args.threads = max(1, launch.n_cores() // devices)
     args.dataset_subset, args.text_column = None, None
-    # With GPUs, threads matter little, so machines with up to 8 GPUs use the same number.
-    gpus = torch.cuda.device_count()
-    args.threads = max(1, (os.cpu_count() or 1) // (max(8, gpus) if gpus else args.devices or 2))
     tokenizer = models.load_tokenizer(args.model_name)
     models.sequence_length(models.load_config(args.model_name, tokenizer), args.seq_length)
     train_data, _ = load_sequences(args, tokenizer, args.seq_length)
     split_batch(args, devices, len(train_data))
-    if devices * args.batch_size > len(train_data):
-        raise RunError(
-            f"--batch-size {args.batch_size} is too large: the data has {len(train_data)} "
-            f"sequences for {devices} devices."
-        )
+    args.output.parent.mkdir(parents=True, exist_ok=True)
+    cli.check_output(args.output)
 
 
-def find_largest(measure: Callable, row: dict, batch_size: int) -> dict[str, object] | None:
-    """Return the run with the largest batch per device that fits, or None if none fits.
+# --- one training ---
 
-    Doubles the batch until it does not fit, then bisects to within an eighth of batch_size.
-    """
-    low, high, largest = 0, None, None
-    batch = batch_size
-    while not row["left_out"] and (high is None or high - low > max(1, batch_size // 8)):
-        found = measure(row, "largest", 0, batch_size=batch)
-        if found:
-            low, largest = batch, found
-        else:
-            high = batch
-        batch = 2 * low if high is None else (low + high) // 2
-    return largest
+
+def train(row: dict, seed: int, args: argparse.Namespace, folder: Path) -> None:
+    """Train once, and add the lines of metrics.jsonl to the row's runs."""
+    name = f"{row['strategy']}-{row['precision']}-{seed}"
+    print(f"training {name}", file=sys.stderr)
+    words = [*command(row, args, folder), "--seed", str(seed), "--save-dir", folder, "-e", name]
+    environment = {**os.environ, "WANDB_MODE": "disabled", "OMP_NUM_THREADS": str(args.threads)}
+    done = subprocess.run(words, env=environment, capture_output=True, text=True)
+    if done.returncode:
+        print(done.stderr, file=sys.stderr)
+        row["failed"] = f"exit status {done.returncode}"
+        return
+    metrics = (folder / name / "metrics.jsonl").read_text()
+    lines = [json.loads(line) for line in metrics.splitlines()]
+    row["runs"].append({"seed": seed, "metrics": lines})
+    shutil.rmtree(folder / name)
+
+
+def command(row: dict, args: argparse.Namespace, folder: Path) -> list[str | Path]:
+    """Return the command that trains a row; patched copies of scripts are in the folder."""
+    chapter, flags = STRATEGIES[row["strategy"]]
+    script = REPOSITORY / chapter / "train_llm.py"
+    if row["precision"] == "pure-bf16":
+        flags += ("--param-dtype", "bfloat16")
+    elif row["strategy"] == "fsdp":
+        flags += ("--precision", row["precision"])
+    elif row["precision"] != ("tf32" if torch.cuda.device_count() else "fp32"):
+        flags += ("--precision", row["precision"])
+        script = patched(script, folder)
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", row["devices"]]
+    words = [sys.executable, *(launcher if row["strategy"] != "single" else []), script, *flags]
+    words += ["-d", args.dataset_name, "-m", args.model_name, "-s", args.seq_length]
+    words += ["-b", args.batch_size, "--global-batch-size", args.global_batch_size]
+    words += ["--max-steps", args.steps, "--log-freq", WINDOW]
+    words += ["--eval-freq", args.steps, "--eval-sequences", 1, "--ckpt-freq", args.steps]
+    words += ["--compile"] if args.compile else []
+    return [str(word) for word in words]
+
+
+def patched(script: Path, folder: Path) -> Path:
+    """Return a copy of a chapter's script that has --precision."""
+    copy = folder / script.parent.name / script.name
+    if not copy.exists():
+        copy.parent.mkdir()
+        shutil.copy(script, copy)
+        diff = Path(__file__).with_name(f"autocast-{script.parent.name[:2]}.diff").absolute()
+        subprocess.run(["git", "apply", diff], cwd=folder, check=True)
+    return copy
+
+
+# --- the results ---
+
+
+def summarize(rows: list[dict]) -> None:
+    """Write a summary of its runs into each row."""
+    reference = {}  # the last losses of single:fp32, the first row, by seed
+    for row in (row for row in rows if row["runs"]):
+        runs = [run["metrics"] for run in row["runs"]]
+        counted = [lines[math.ceil(len(lines) / 3) :] for lines in runs]
+        rounds = [statistics.median(line["tokens_per_s"] for line in lines) for lines in counted]
+        lines = list(itertools.chain(*counted))
+        losses = {run["seed"]: run["metrics"][-1]["loss"] for run in row["runs"]}
+        if (row["strategy"], row["precision"]) == ("single", "fp32"):
+            reference = losses
+        row["summary"] = {
+            "speed": {
+                "tokens_per_s": statistics.median(rounds),
+                "rounds": rounds,
+                "ms": {p: statistics.median(line[f"time/{p}"] for line in lines) for p in PHASES},
+                "mfu": lines[-1]["mfu"],
+                "peak_mem_gib": max(line["peak_mem_gib"] for line in lines),
+            },
+            "final_loss": {"mean": statistics.mean(losses.values()), "by_seed": losses},
+            "minus_fp32_on_one_device": [
+                losses[n] - reference[n] for n in losses if n in reference
+            ],
+        }
+
+
+def table(rows: list[dict]) -> str:
+    """Return the table of the rows."""
+    head = ("tokens/s", "slowest", "fastest", *PHASES, "GiB", "loss")
+    lines = [" " * 20 + "".join(f"{title:>10}" for title in head) + "  loss - single fp32"]
+    for row in rows:
+        label = f"{row['strategy']} {row['precision']} x{row['devices']}"
+        if row["summary"]:
+            speed, loss = row["summary"]["speed"], row["summary"]["final_loss"]["mean"]
+            cells = [speed["tokens_per_s"], min(speed["rounds"]), max(speed["rounds"])]
+            cells = [f"{cell:,.0f}" for cell in cells]
+            cells += [f"{ms:,.1f}" for ms in speed["ms"].values()]
+            cells += [f"{speed['peak_mem_gib']:.1f}", f"{loss:.4f}"]
+            differences = [f"{n:+.5f}" for n in row["summary"]["minus_fp32_on_one_device"]]
+            cells = "".join(f"{cell:>10}" for cell in cells)
+            lines.append(f"{label:20}{cells}  {' '.join(differences)}")
+        if row["failed"]:
+            lines.append(f"{label} failed with {row['failed']}: the log above says why")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -30,7 +30,7 @@ from common import cli, launch, models
 from common.sharding import find_layers
 from common.timers import PEAK_FLOPS, flops_per_token
 
-INPUTS = Path(__file__).with_name("growth.json")  # written by tests/benchmarks/growth_check.py
+INPUTS = Path(__file__).with_name("growth.json")  # names the commit that made it
 PEAK = PEAK_FLOPS["NVIDIA H200"]
 NVLINK = 450e9  # bytes/s in each direction: nvidia.com/data-center/h200
 BUCKET = 25 * 2**20  # bytes: DDP's default

@@ -29,30 +29,22 @@ import torch.distributed.checkpoint as dcp
 import xxhash
 from torch import nn
 from torch.distributed.checkpoint import CheckpointException
+from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from common.cli import RunError
+from common import launch, storage
+from common.cli import ArgumentParser, RunError
 from common.data import Sequences
 from common.documents import BUILT_IN
-from common.launch import check_agreement, gather, rank_and_world_size, resume_command
 from common.models import PRESET_NAMES
-from common.storage import (
-    exists,
-    explain_store_errors,
-    is_remote,
-    local_run_dir,
-    remove_folder,
-    upload,
-)
 
 # Chapter 1 has no process group.
 warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
 
-FORMAT = 2  # of state.json; 1 also listed the checkpoints and their files
 # The settings of a model that the shapes of its parameters do not show.
 MODEL_SETTINGS = (
     *("num_attention_heads", "num_key_value_heads", "activation_function", "hidden_act"),
@@ -69,6 +61,30 @@ ORIGINS = {
 }
 # What evaluate.py and other scripts use if they are given only the run's folder.
 SOURCES = ("dataset_name", "dataset_subset", "text_column", "model_name", "tokenizer_name")
+
+
+def parse_args(parser: ArgumentParser) -> argparse.Namespace:
+    """Parse the command line; what is not given is as in the run that it names, if that exists.
+
+    "as_before" lists what is taken from the run. Raises RunError if its name cannot be a folder's,
+    or if state.json is damaged.
+    """
+    first = parser.parse_args()
+    if first.experiment_name is None:
+        return first
+    run_dir = storage.as_path(first.save_dir) / launch.check_name(first.experiment_name)
+    saved = storage.explain_store_errors(read_state)(run_dir).get("training", {})
+    saved |= saved.get("sources", {})
+    names = ("seq_length", "global_batch_size", "lr", *FIXED_ARGUMENTS, *SOURCES)
+    known = {name: saved[name] for name in names if name in saved}
+    parser.set_defaults(**known, num_epochs=None)  # None shows that it is not given
+    args = parser.parse_args()
+    if args.num_epochs is None:
+        args.num_epochs = first.num_epochs
+        args.max_steps = args.max_steps or saved.get("total_steps")
+    differing = [name for name, value in vars(args).items() if value != getattr(first, name)]
+    args.as_before = ", ".join(differing) or None
+    return args
 
 
 def fixed_settings(
@@ -120,8 +136,7 @@ def save_checkpoint(
     """
     content = collect_content(model, optimizer, lr_scheduler, state)
     folder = _make_room(run_dir, state["step"])
-    writer, no_dist = writer_of(folder), not dist.is_initialized()
-    _try(folder, lambda: dcp.save(content, storage_writer=writer, no_dist=no_dist))
+    _try(folder, lambda: dcp.save(content, storage_writer=writer_of(folder)))
     _commit(folder, state["step"], keep)
 
 
@@ -176,7 +191,7 @@ def collect_content(
     model: nn.Module, optimizer: Optimizer, lr_scheduler: LRScheduler, state: dict
 ) -> dict:
     """Return what a checkpoint contains, by name; all ranks must call this."""
-    rank, _ = rank_and_world_size()
+    rank, _ = launch.rank_and_world_size()
     # The names are those of the bare model, whatever wraps it, and sharded tensors stay sharded.
     model_state, optimizer_state = get_state_dict(model, _local_optimizer(optimizer))
     # With ZeRO-1, only the outer optimizer has all parameters and the learning rate of this step.
@@ -194,7 +209,7 @@ def collect_content(
     }
 
 
-@explain_store_errors
+@storage.explain_store_errors
 def load_checkpoint(
     run_dir: Path,
     model: nn.Module,
@@ -210,12 +225,14 @@ def load_checkpoint(
     settings, if the run was started with other ones, or if the checkpoint is damaged or of another
     model.
     """
-    rank, world_size = rank_and_world_size()
+    rank, _ = launch.rank_and_world_size()
     fixed = {name: value for name, value in settings.items() if name != "sources"}
-    check_agreement(fixed, "give all nodes the same arguments, data and Python")
-    path = next(reversed(complete_checkpoints(run_dir).values()), None)
-    remedy = "its view of the folder is out of date, so start again"
-    check_agreement({"newest checkpoint": path and path.name}, remedy)
+    launch.check_agreement(fixed, "give all nodes the same arguments, data and Python")
+    found = {}
+    if rank == 0:  # a network file system shows a new folder to other nodes after some seconds
+        path = next(reversed(complete_checkpoints(run_dir).values()), None)
+        found = {0: (path, path and damaged_file(path))}
+    path, damaged = launch.gather(found)[0]
     recorded = read_state(run_dir)
     saved = recorded.get("training")
     if saved is None and (path is not None or (run_dir / "best").exists()):
@@ -230,7 +247,6 @@ def load_checkpoint(
                 f"{ORIGINS.get(name, '')}: give the old value again, or start a new run with "
                 "another -e."
             )
-    damaged = gather({0: path and damaged_file(path)} if rank == 0 else {})[0]
     if damaged:
         raise RunError(
             f"The checkpoint file {damaged} is damaged: delete {path} to resume from an older "
@@ -252,7 +268,7 @@ def load_checkpoint(
         del content[f"rng-{rank}"]
     # allow_partial_load: another release of PyTorch may use other names for some small values.
     planner = DefaultLoadPlanner(allow_partial_load=True)
-    dcp.load(content, storage_reader=reader, planner=planner, no_dist=world_size == 1)
+    dcp.load(content, storage_reader=reader, planner=planner)
     local_optimizer = _local_optimizer(optimizer)
     set_state_dict(
         model,
@@ -298,7 +314,7 @@ def set_rng_state(rng: dict[str, object]) -> None:
         torch.cuda.set_rng_state(rng["cuda"])
 
 
-@explain_store_errors
+@storage.explain_store_errors
 def check_finite(
     run_dir: Path, step: int, loss: torch.Tensor, grad_norm: torch.Tensor | None
 ) -> None:
@@ -316,7 +332,7 @@ def check_finite(
         raise RunError(
             f"The training has diverged: at step {step} {' and '.join(bad)}; {kept}. Start a new "
             "run with a smaller --lr or more --warmup-steps. This run would diverge again, unless "
-            f"the hardware was at fault; to resume it: {resume_command(run_dir.name)}"
+            f"the hardware was at fault; to resume it: {launch.resume_command(run_dir.name)}"
         )
 
 
@@ -341,7 +357,7 @@ def _commit(folder: Path, step: int, keep: int) -> None:
     run_dir = folder.parents[1]
 
     def commit() -> None:
-        upload(run_dir, "metrics.jsonl")
+        storage.upload(run_dir, "metrics.jsonl")
         _write_state(run_dir, {**read_state(run_dir), "step": step})
         for old in list(_folders(run_dir).values())[:-keep]:
             _delete(old)
@@ -351,17 +367,17 @@ def _commit(folder: Path, step: int, keep: int) -> None:
 
 def _try(folder: Path, action: Callable[[], object], ranks: tuple[int, ...] | None = None) -> None:
     """Do this on some ranks, or on all; if it fails on any, raise RunError on all."""
-    rank, _ = rank_and_world_size()
+    rank, _ = launch.rank_and_world_size()
     failures = {}
     if ranks is None or rank in ranks:
         try:
             action()
         except (Exception, CheckpointException) as error:
             failures[rank] = failure_of(error)
-    if failures := gather(failures):
+    if failures := launch.gather(failures):
         with contextlib.suppress(Exception):  # the next save tries again
             if rank == 0 and not is_complete(folder):
-                remove_folder(folder)
+                storage.remove_folder(folder)
         raise RunError(
             f"The checkpoint {folder} could not be written ({next(iter(failures.values()))}): is "
             "the disk full? The previous checkpoint is kept; start the same command again to "
@@ -376,7 +392,7 @@ def complete_checkpoints(run_dir: Path) -> dict[int, Path]:
 
 def is_complete(folder: Path) -> bool:
     """Return whether DCP has finished this checkpoint."""
-    return exists(folder / ".metadata")
+    return storage.exists(folder / ".metadata")
 
 
 def damaged_file(path: Path) -> Path | None:
@@ -399,32 +415,29 @@ def read_state(run_dir: Path) -> dict:
     """Return the content of state.json, {} without one. Raises RunError if it is damaged."""
     file = run_dir / "state.json"
     try:
-        state = json.loads(file.read_text(encoding="utf-8"))
-        if state["format"] not in (1, FORMAT):
-            raise ValueError(f"format {state['format']}, not {FORMAT}")
-        return state
+        return json.loads(file.read_text(encoding="utf-8"))
     except (FileNotFoundError, NotADirectoryError):
         return {}
-    except (ValueError, KeyError, TypeError) as error:
-        raise RunError(f"{file} is damaged ({error!r}): give another -e.") from error
+    except ValueError as error:
+        raise RunError(f"{file} is damaged ({error}): give another -e.") from error
 
 
 def _write_state(run_dir: Path, content: dict) -> None:
     """Replace state.json. Job scripts read the local file, to see whether the run advances."""
-    local = local_run_dir(run_dir) / "state.json"
+    local = storage.local_run_dir(run_dir) / "state.json"
     temporary = local.with_suffix(".json.tmp")
     with temporary.open("w", encoding="utf-8") as file:
-        json.dump({**content, "format": FORMAT}, file, indent=1)
+        json.dump(content, file, indent=1)
         file.flush()
         os.fsync(file.fileno())
     temporary.replace(local)
-    upload(run_dir, "state.json")
+    storage.upload(run_dir, "state.json")
 
 
 def _folders(run_dir: Path) -> dict[int, Path]:
     """Return all folders of checkpoints by step, in order, complete or not."""
     parent = run_dir / "checkpoints"
-    folders = parent.iterdir() if exists(parent) else ()
+    folders = parent.iterdir() if storage.exists(parent) else ()
     steps = {int(f.name[5:]): f for f in folders if re.fullmatch(r"step-\d+", f.name)}
     return dict(sorted(steps.items()))
 
@@ -432,25 +445,21 @@ def _folders(run_dir: Path) -> dict[int, Path]:
 def _delete(folder: Path) -> None:
     """Delete a checkpoint. It is incomplete from the first moment on."""
     (folder / ".metadata").unlink(missing_ok=True)
-    remove_folder(folder)
+    storage.remove_folder(folder)
 
 
 def reader_of(path: Path) -> dcp.StorageReader:
     """Return what reads a checkpoint's files, from a disk or a store."""
-    if not is_remote(path):
-        return dcp.FileSystemReader(path)
-    from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader
-
-    return FsspecReader(str(path), **path.storage_options)
+    if storage.is_remote(path):
+        return FsspecReader(str(path), **path.storage_options)
+    return dcp.FileSystemReader(path)
 
 
 def writer_of(path: Path) -> dcp.StorageWriter:
     """Return what writes a checkpoint's files. A store confirms that it has stored an object."""
-    if not is_remote(path):
-        return dcp.FileSystemWriter(path)
-    from torch.distributed.checkpoint._fsspec_filesystem import FsspecWriter
-
-    return FsspecWriter(str(path), sync_files=False, **path.storage_options)
+    if storage.is_remote(path):
+        return FsspecWriter(str(path), sync_files=False, **path.storage_options)
+    return dcp.FileSystemWriter(path)
 
 
 def failure_of(error: BaseException) -> str:

@@ -52,7 +52,8 @@ class ArgumentParser(argparse.ArgumentParser):
 
     def convert_arg_line_to_args(self, arg_line: str) -> list[str]:
         try:
-            return shlex.split(arg_line, comments=True)
+            words = shlex.split(os.path.expandvars(arg_line), comments=True)
+            return [str(Path(w).expanduser()) if w.startswith("~") else w for w in words]
         except ValueError as error:
             self.error(f"cannot read the line {arg_line!r} of the @file: {error}")
 
@@ -64,7 +65,7 @@ class ArgumentParser(argparse.ArgumentParser):
         super().exit(status, message)
 
     def _print_message(self, message: str, file: IO[str] | None = None) -> None:
-        if _is_rank_0():  # all ranks have the same message
+        if is_rank_0():  # all ranks have the same message
             super()._print_message(message, file)
 
 
@@ -104,12 +105,13 @@ def wait_for_rank_0(status: int) -> None:
 
     A launcher reports the rank that exits first, and then kills the others.
     """
-    if status and not _is_rank_0():
+    if status and not is_rank_0():
         time.sleep(HEAD_START_S)
 
 
-def _is_rank_0() -> bool:
-    return os.environ.get("RANK", "0") == "0"
+def is_rank_0() -> bool:
+    """Return whether this process speaks for all; RANK alone may be left over in a shell."""
+    return os.environ.get("WORLD_SIZE", "1") == "1" or os.environ.get("RANK", "0") == "0"
 
 
 # --- the log ---
@@ -119,7 +121,10 @@ class ProgressHandler(logging.Handler):
     """Writes log lines to stderr, above a tqdm progress bar instead of through it."""
 
     def emit(self, record: logging.LogRecord) -> None:
-        tqdm.tqdm.write(self.format(record), file=sys.stderr)
+        try:
+            tqdm.tqdm.write(self.format(record), file=sys.stderr)
+        except Exception:  # a terminal that was closed, or `| head`: the training goes on
+            self.handleError(record)
 
 
 def start_log(args: argparse.Namespace, device: torch.device) -> None:
@@ -128,9 +133,10 @@ def start_log(args: argparse.Namespace, device: torch.device) -> None:
     Rank 0 logs what is INFO, other ranks only warnings. With ranks, a line names host and rank.
     """
     rank = os.environ.get("RANK")
-    place = "" if rank is None else f"[{socket.gethostname()}] [rank {rank}] "
+    has_rank = rank is not None and "WORLD_SIZE" in os.environ
+    place = f"[{socket.gethostname()}] [rank {rank}] " if has_rank else ""
     logging.basicConfig(
-        level=logging.INFO if _is_rank_0() else logging.WARNING,
+        level=logging.INFO if is_rank_0() else logging.WARNING,
         format=f"[%(asctime)s] {place}%(message)s",
         handlers=[ProgressHandler()],
     )
@@ -151,4 +157,4 @@ def progress(name: str, items: Iterable | None = None, **options: object) -> tqd
     options: of tqdm, such as total and initial.
     """
     # None disables the bar where stderr is no terminal.
-    return tqdm.tqdm(items, name, leave=False, disable=None if _is_rank_0() else True, **options)
+    return tqdm.tqdm(items, name, leave=False, disable=None if is_rank_0() else True, **options)

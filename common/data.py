@@ -1,7 +1,6 @@
 """Documents -> tokens -> sequences -> batches, in an order that no number of ranks changes."""
 
 import argparse
-import copy
 import hashlib
 import json
 import logging
@@ -10,6 +9,7 @@ import os
 import signal
 import time
 from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,9 +18,10 @@ import torch
 from torch.utils.data import Dataset, DistributedSampler
 from transformers import PreTrainedTokenizerBase
 
-from common.cli import RunError
+from common.cli import RunError, is_rank_0
 from common.documents import are_few, find_documents, import_datasets, split_texts
-from common.launch import end_with_parent
+from common.launch import end_with_parent, n_cores
+from common.models import vocabulary_size
 from common.shards import find_shards, open_shards
 from common.storage import cached_folder
 
@@ -31,8 +32,7 @@ logger = logging.getLogger(__name__)
 
 IGNORED = -100  # the losses of transformers leave out this label
 FEW_STEPS = 50  # shorter runs learn next to nothing
-CACHE_VERSION = 5  # raise it when the same input gives other tokens
-ENCODED_AT_ONCE = 2**20  # characters; their encoding needs about 40 times as many bytes
+CACHE_VERSION = 7  # raise it when the same input gives other tokens
 BYTES_PER_PROCESS = 2**22  # of text; for less than two of these, one process tokenizes
 
 
@@ -53,12 +53,17 @@ def load_sequences(
     else:
         folder = tokenize(args, tokenizer)
         facts = json.loads((folder / "facts.json").read_text())
+        read = facts.pop("read")
+        logger.info(f"{args.dataset_name}: {read}")
         parts = []
         for split, (dtype, count, digest, tokens_per_byte) in facts.items():
             file = folder / f"{split}.bin"
             streams = [np.memmap(file, dtype, "r")] if count else []
             parts.append((streams, digest, tokens_per_byte))
-    train, evaluation = (Sequences(streams, seq_length, *facts) for streams, *facts in parts)
+    train, evaluation = (
+        Sequences(streams, seq_length, digest, tokens_per_byte)
+        for streams, digest, tokens_per_byte in parts
+    )
     for part, sequences in (("training", train), ("evaluation", evaluation)):
         if not len(sequences):
             raise RunError(
@@ -75,18 +80,21 @@ def tokenize(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> Pa
     """Tokenize a data set, unless that is done already; return a folder below HF_HOME.
 
     train.bin and evaluation.bin hold the tokens, one after the other. facts.json has for each of
-    the two: the type of a token, their number, a checksum, and the tokens per byte of the text.
+    the two: the type of a token, their number, a checksum, and the tokens per byte of the text; and
+    "read", in words.
     """
     documents = find_documents(args.dataset_name, args.dataset_subset, args.text_column)
     key = (CACHE_VERSION, documents.fingerprint, tokenizer.eos_token_id, _rules_of(tokenizer))
 
     def fill(folder: Path) -> None:
         start = time.perf_counter()
-        encoded = encode_documents(documents.load(), tokenizer, folder / "encoded.arrow")
+        rows = documents.load()
+        encoded = encode_documents(rows, tokenizer, folder / "encoded.arrow")
         facts = {
             split: write_tokens(folder / f"{split}.bin", encoded, split == "evaluation")
             for split in ("train", "evaluation")
         }
+        facts["read"] = rows.info.description
         (folder / "facts.json").write_text(json.dumps(facts))
         del encoded  # closes its files
         for file in folder.iterdir():
@@ -114,12 +122,8 @@ def encode_documents(
     datasets = import_datasets()
     size = documents.data.nbytes // BYTES_PER_PROCESS
     n_processes = max(1, min(n_cores(), len(documents), size))
-    dtype = "uint16" if len(tokenizer) <= 2**16 else "uint32"
-    options = {"few": are_few(documents), "dtype": dtype, "threads": n_processes == 1}
-    if tokenizer.is_fast:
-        tokenizer = copy.deepcopy(tokenizer)  # whose file may ask to cut or to pad texts
-        tokenizer.backend_tokenizer.no_truncation()
-        tokenizer.backend_tokenizer.no_padding()
+    dtype = "uint16" if vocabulary_size(tokenizer) <= 2**16 else "uint32"
+    options = {"few": are_few(documents), "dtype": dtype, "is_child": n_processes > 1}
     return documents.map(
         _encode,
         batched=True,
@@ -143,45 +147,27 @@ def _encode(
     tokenizer: PreTrainedTokenizerBase,
     few: bool,
     dtype: str,
-    threads: bool,
+    is_child: bool,
 ) -> dict[str, list]:
     """Return the columns that encode_documents describes, for some documents.
 
-    few: see split_texts. threads: use those of the tokenizer, which do not help if each core has
-    its own process.
+    few: see split_texts. is_child: whether the library has started this process.
     """
-    if not threads:  # in a process of its own
+    if is_child:  # threads do not help if each core has its own process
         os.environ["TOKENIZERS_PARALLELISM"] = "false"
         signal.signal(signal.SIGTERM, signal.SIG_DFL)  # with which the library ends it
         end_with_parent()
-    rows = list(split_texts(batch, few))
-    texts = [text for text, _, _ in rows]
-    tokens, first, size = [], 0, 0
-    for end, text in enumerate(texts, start=1):
-        size += len(text)
-        if size >= ENCODED_AT_ONCE or end == len(texts):
-            tokens += [np.array(ids, dtype) for ids in _ids_of(texts[first:end], tokenizer)]
-            first, size = end, 0
-    eos = np.array([tokenizer.eos_token_id], dtype)
-    return {
-        "tokens": [
-            np.append(ids, eos) if ends else ids
-            for ids, (_, _, ends) in zip(tokens, rows, strict=True)
-        ],
-        "held_out": [held_out for _, held_out, _ in rows],
-        "bytes": [len(text.encode(errors="surrogatepass")) for text in texts],
-    }
-
-
-def _ids_of(texts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-    if tokenizer.is_fast:  # without the slower Python code around the library
-        # The name of a special token is text if a document contains it. Set here, because it is
-        # lost on the way to another process.
-        tokenizer.backend_tokenizer.encode_special_tokens = True
-        encoded = tokenizer.backend_tokenizer.encode_batch_fast(texts, add_special_tokens=False)
-        return [each.ids for each in encoded]
-    options = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
-    return tokenizer(texts, **options)["input_ids"]
+    columns = {"tokens": [], "held_out": [], "bytes": []}
+    for text, held_out, ends in split_texts(batch, few):
+        # The name of a special token is text if a document contains it.
+        options = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
+        ids = tokenizer.encode(text, **options)
+        if ends:
+            ids.append(tokenizer.eos_token_id)
+        columns["tokens"].append(np.array(ids, dtype))
+        columns["held_out"].append(held_out)
+        columns["bytes"].append(len(text.encode(errors="surrogatepass")))
+    return columns
 
 
 def write_tokens(
@@ -199,13 +185,6 @@ def write_tokens(
             n_bytes += sum(rows["bytes"].to_pylist())
     dtype = encoded.features["tokens"].feature.dtype
     return dtype, n_tokens, digest.hexdigest()[:16], n_tokens / max(1, n_bytes)
-
-
-def n_cores() -> int:
-    """Return how many cores this process may use: Slurm and containers may allow only some."""
-    if hasattr(os, "sched_getaffinity"):  # not on macOS
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
 
 
 # --- tokens -> sequences ---
@@ -291,21 +270,7 @@ class ResumableSampler(DistributedSampler):
         self.start = start
 
     def __iter__(self) -> Iterator[int]:
-        # The order of DistributedSampler, whose list of Python integers would need ten times the
-        # memory. randperm draws the same numbers for both types.
-        generator = torch.Generator().manual_seed(self.seed + self.epoch)
-        dtype = torch.int32 if len(self.dataset) < 2**31 else torch.int64
-        order = torch.randperm(len(self.dataset), generator=generator, dtype=dtype)
-        first = self.rank + self.start * self.num_replicas
-        positions = range(first, self.total_size, self.num_replicas)
-        share = order[first : self.total_size : self.num_replicas]
-        # Without drop_last, the last ranks repeat samples, so that all ranks have equally many.
-        repeated = [order[i % len(order)].item() for i in positions[len(share) :]]
-        share = share.contiguous()
-        del order
-        for chunk in share.split(2**16):
-            yield from chunk.tolist()
-        yield from repeated
+        return islice(super().__iter__(), self.start, None)
 
 
 def split_batch(args: argparse.Namespace, world_size: int, n_sequences: int) -> tuple[int, int]:
@@ -314,7 +279,8 @@ def split_batch(args: argparse.Namespace, world_size: int, n_sequences: int) -> 
     The micro-batch is the largest divisor of a rank's share of args.global_batch_size that is at
     most args.batch_size, so every step has exactly the global batch. Raises RunError if the ranks
     cannot share the global batch evenly, or if n_sequences is less than one global batch. Rank 0
-    logs a warning if the run has fewer than FEW_STEPS steps and --max-steps does not ask for them.
+    logs a warning if micro-batches are less than half as large as args.batch_size allows, or if the
+    run has fewer than FEW_STEPS steps and --max-steps does not ask for them.
     """
     global_batch_size = args.global_batch_size
     share, rest = divmod(global_batch_size, world_size)
@@ -328,10 +294,17 @@ def split_batch(args: argparse.Namespace, world_size: int, n_sequences: int) -> 
             f"The training data is only {n_sequences} sequences, less than --global-batch-size "
             f"{global_batch_size}: give more text, or fewer or shorter sequences."
         )
-    if getattr(args, "max_steps", 1) is None and os.environ.get("RANK", "0") == "0":
+    if getattr(args, "max_steps", 1) is None and is_rank_0():
         _warn_of_few_steps(args.num_epochs, n_sequences, global_batch_size)
     limit = min(share, args.batch_size)
     micro_batch_size = max(n for n in range(1, limit + 1) if share % n == 0)
+    if micro_batch_size < limit / 2 and is_rank_0():
+        better = world_size * limit * max(1, round(share / limit))
+        logger.warning(
+            f"Each device trains on {share} sequences per step in micro-batches of only "
+            f"{micro_batch_size}, because no larger number up to {limit} divides {share}: "
+            f"--global-batch-size {better} allows {limit}."
+        )
     return micro_batch_size, share // micro_batch_size
 
 

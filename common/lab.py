@@ -48,20 +48,17 @@ def load_ipython_extension(shell) -> None:
 def ranks(world_size: int, source: str) -> list[dict]:
     """Run source code on world_size ranks, print their output, and return what each rank kept.
 
-    Raises RuntimeError with the end of the error output of the rank that failed first.
+    Raises RuntimeError with the error output of the ranks if one of them fails.
     """
     folder = Path(tempfile.mkdtemp(dir=FOLDER))
     (folder / "cell.py").write_text(source)
-    launcher = _torchrun(world_size, "--redirects", "3", "--log-dir", str(folder))
-    done = _run(*launcher, str(folder / "cell.py"), LAB_KEEP=str(folder))
+    stdout_to_files = ("--redirects", "1", "--log-dir", str(folder))
+    launcher = [*_torchrun(world_size), *stdout_to_files]
+    _run(*launcher, str(folder / "cell.py"), LAB_KEEP=str(folder))
     for rank in range(world_size):
-        for log in folder.glob(f"*/attempt_0/{rank}/stdout.log"):
-            for line in log.read_text().splitlines():
-                print(f"[rank {rank}] {line}")
-    if done.returncode:
-        logs = [log for log in folder.glob("*/attempt_0/*/stderr.log") if log.stat().st_size]
-        logs.sort(key=lambda log: log.stat().st_mtime)
-        raise RuntimeError((logs[0].read_text() if logs else done.stderr)[-2000:])
+        (log,) = folder.glob(f"*/attempt_0/{rank}/stdout.log")
+        for line in log.read_text().splitlines():
+            print(f"[rank {rank}] {line}")
     files = [folder / f"rank-{rank}.pt" for rank in range(world_size)]
     return [torch.load(file) if file.exists() else {} for file in files]
 
@@ -76,28 +73,24 @@ def train(script: str, *args: object, world_size: int = 1, name: str) -> list[di
 
     script: path below the repository, for example "02-ddp/train_llm.py". name: of the run, which is
     resumed if it exists. Chapter 1 has no process group, so its script runs without torchrun.
-    Raises RuntimeError with the end of the script's error output.
+    Raises RuntimeError with the script's error output.
     """
     words = [script, *map(str, args), "-e", name]
     launcher = [] if script.startswith("01") else _torchrun(world_size)
     shown = ["torchrun", *launcher[2:]] if launcher else ["python"]
     print(shlex.join(shown), shlex.join(words))
-    if launcher:
-        launcher += ["--log-dir", str(FOLDER / "torchrun")]
-    done = _run(*launcher, *words, "--save-dir", str(FOLDER))
-    if done.returncode:
-        raise RuntimeError(done.stderr[-2000:])
+    _run(*launcher, *words, "--save-dir", str(FOLDER))
     lines = (FOLDER / name / "metrics.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines]
 
 
-def _torchrun(world_size: int, *options: str) -> list[str]:
-    command = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size)]
-    return [*command, *options]
+def _torchrun(world_size: int) -> list[str]:
+    return ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(world_size)]
 
 
-def _run(*words: str, **env: str) -> subprocess.CompletedProcess:
+def _run(*words: str, **env: str) -> None:
     env = {**os.environ, "PYTHONWARNINGS": "ignore", "LAB_FOLDER": str(FOLDER), **env}
-    return subprocess.run(
-        [sys.executable, *words], cwd=ROOT, env=env, capture_output=True, text=True
-    )
+    command = [sys.executable, *words]
+    done = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True)
+    if done.returncode:
+        raise RuntimeError(done.stderr)

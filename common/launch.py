@@ -20,15 +20,19 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from common.cli import ArgumentParser, RunError, wait_for_rank_0
+from common.cli import ArgumentParser, RunError, is_rank_0, wait_for_rank_0
 from common.storage import DISK_ERRORS, as_path, local_run_dir
 
 # The variables that tell a process its rank, by launcher. The innermost launcher wins: srun or
 # mpirun may have started torchrun.
 TORCHRUN = ("RANK", "WORLD_SIZE", "LOCAL_RANK")
-MPIRUN = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK")
+OPEN_MPI = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK")
+MPICH = ("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID")  # Intel MPI, too
+CRAY_MPICH = ("PMI_RANK", "PMI_SIZE", "PMI_LOCAL_RANK")
 SRUN = ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID")
-LAUNCHERS = (TORCHRUN, MPIRUN, SRUN)
+LAUNCHERS = (TORCHRUN, OPEN_MPI, MPICH, CRAY_MPICH, SRUN)
+# A process with one of these has a rank. PALS, for example, does not tell it how many there are.
+OTHER_RANKS = ("PMI_RANK", "PMIX_RANK", "PALS_RANKID", "MV2_COMM_WORLD_RANK", "FLUX_TASK_RANK")
 # All variables that init_process_group() needs, and their values for a single process.
 RANK_VARIABLES = (*TORCHRUN, "MASTER_ADDR", "MASTER_PORT")
 SINGLE_PROCESS = dict(zip(RANK_VARIABLES, ("0", "1", "0", "localhost", "0"), strict=True))
@@ -44,21 +48,32 @@ PR_SET_PDEATHSIG = 1  # https://man7.org/linux/man-pages/man2/PR_SET_PDEATHSIG.2
 def prepare_environment() -> None:
     """Set torchrun's variables from those of srun or mpirun, or for a single process.
 
-    On Linux, a process under torchrun also asks to be killed when torchrun dies. Raises
-    RunError if some variables are missing or wrong, or if this machine has more processes
-    than GPUs (a machine without GPUs may have any number of processes).
+    On Linux, a process under torchrun also asks to be killed when torchrun dies. Raises RunError
+    if some variables are missing, or if this machine has more processes than GPUs (a machine
+    without GPUs may have any number of processes).
     """
     for names in LAUNCHERS:
         if all(name in os.environ for name in names):
             values = [os.environ[name] for name in names]
             os.environ |= dict(zip(TORCHRUN, values, strict=True))
             break
+    else:
+        signs = [name for name in OTHER_RANKS if name in os.environ]
+        if int(os.environ.get("SLURM_NTASKS") or 1) > 1:
+            signs.append("SLURM_NTASKS")
+        if signs and os.environ.get("WORLD_SIZE") != "1":
+            raise RunError(
+                f"{signs[0]} is {os.environ[signs[0]]}, so there are several processes, but this "
+                "one cannot know its rank: start it with srun, mpirun or torchrun, or set RANK, "
+                "WORLD_SIZE and LOCAL_RANK; WORLD_SIZE=1 trains in one process."
+            )
     if "TORCHELASTIC_RUN_ID" in os.environ:
         # A torchrun that is killed leaves its workers behind, which would keep the GPUs busy.
         end_with_parent()
     present = [name for name in RANK_VARIABLES if name in os.environ]
     # srun and mpirun set no address, and a single process needs none.
     if not present or os.environ.get("WORLD_SIZE") == "1":
+        os.environ |= {"RANK": "0", "LOCAL_RANK": "0"}
         for name, value in SINGLE_PROCESS.items():
             os.environ.setdefault(name, value)
     if missing := [name for name in RANK_VARIABLES if name not in os.environ]:
@@ -67,17 +82,14 @@ def prepare_environment() -> None:
             f"torchrun, or set what is missing, or unset {' '.join(present)} to train in one "
             "process."
         )
-    numbers = {name: os.environ[name] for name in RANK_VARIABLES if name != "MASTER_ADDR"}
-    for name, text in numbers.items():
-        if not text.isdecimal():
-            raise RunError(f"{name} is {text!r}, not a number: start this with torchrun.")
-    if int(numbers["RANK"]) >= int(numbers["WORLD_SIZE"]):
-        raise RunError("RANK must be below WORLD_SIZE, counted from 0: start this with torchrun.")
-    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", int(numbers["LOCAL_RANK"]) + 1))
-    if 0 < torch.cuda.device_count() < local_size:
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", int(os.environ["LOCAL_RANK"]) + 1))
+    n_gpus = torch.cuda.device_count()
+    # srun --gpus-per-task=1 shows each process one GPU, another one. NCCL refuses to share one.
+    may_differ = n_gpus == 1 and "LOCAL_WORLD_SIZE" not in os.environ
+    if 0 < n_gpus < local_size and not may_differ:
         raise RunError(
             f"{local_size} processes on this machine need {local_size} GPUs and PyTorch sees "
-            f"{torch.cuda.device_count()}: give torchrun --nproc-per-node gpu."
+            f"{n_gpus}: start as many processes as GPUs (torchrun --nproc-per-node gpu)."
         )
 
 
@@ -85,6 +97,13 @@ def end_with_parent() -> None:
     """On Linux: let this process be killed when the process that started it ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
+def n_cores() -> int:
+    """Return how many cores this process may use: Slurm and containers may allow only some."""
+    if hasattr(os, "sched_getaffinity"):  # not on macOS
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def resume_command(experiment_name: str) -> str:
@@ -160,20 +179,27 @@ def run(main: Callable[[], None]) -> NoReturn:
         interrupted = isinstance(error.__context__, KeyboardInterrupt)
         if not interrupted and not isinstance(error, KeyboardInterrupt):
             _end_with(error)
-        if os.environ.get("RANK", "0") == "0":  # Ctrl-C reaches all ranks
+        if is_rank_0():  # Ctrl-C reaches all ranks
             print(f"Interrupted. {RESUMES}", file=sys.stderr)
         _exit(130)
     _exit(0)
 
 
 def _end_with(error: Exception) -> NoReturn:
+    """Print an error and exit; ranks other than 0 only do so if rank 0 does not exit meanwhile."""
     sentence, status = _explain(error)
     if sentence is None:
         traceback.print_exception(error)
-    else:
-        _print_error(sentence, status)
-        if isinstance(error, OSError):
-            os._exit(status)  # the exit handlers of libraries would fail to write, too
+        _exit(status)
+    rank = os.environ.get("RANK", "0")
+    if rank != "0":
+        # When rank 0 has exited, the launcher sends SIGTERM. Then this rank has nothing to add.
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        wait_for_rank_0(status)
+        sentence = "\n".join(f"[rank {rank}] {line}" for line in sentence.splitlines())
+    print(sentence, file=sys.stderr, flush=True)
+    if isinstance(error, OSError):
+        os._exit(status)  # the exit handlers of libraries would fail to write, too
     _exit(status)
 
 
@@ -186,9 +212,25 @@ def _explain(error: Exception) -> tuple[str | None, int]:
         path = f" {error.filename}" if error.filename else ""
         remedy = "Free space or choose a writable folder, then start again."
         return f"Cannot write{path}: {error.strerror}. {remedy}", 2
+    if isinstance(error, UnicodeError):
+        return f"Text is not UTF-8 ({text}): convert the file, or set PYTHONUTF8=1.", 2
     if isinstance(error, RuntimeError) and "EADDRINUSE" in text:
         port = os.environ["MASTER_PORT"]
         return f"Port {port} is in use: give another MASTER_PORT, or torchrun --standalone.", 2
+    if isinstance(error, RuntimeError) and text.startswith("DataLoader "):
+        return (
+            f"A data worker cannot deliver batches ({text.splitlines()[0].rstrip('.')}): "
+            "--num-workers 0 needs none; others need room in /dev/shm and a short TMPDIR."
+        ), 2
+    if isinstance(error, RuntimeError) and (kind := re.search(r"C(\+\+)? compiler", text)):
+        return f"--compile needs a {kind[0]}: install one, such as g++, or leave it out.", 2
+    if isinstance(error, RuntimeError) and "Duplicate GPU" in text:
+        return "Several processes have the same GPU: start as many processes as GPUs.", 2
+    if isinstance(error, RuntimeError) and "Expected to have finished reduction" in text:
+        return (
+            "Some parameters of this model get no gradient, for which DDP would wait: train it "
+            "with chapter 4, or give DistributedDataParallel find_unused_parameters=True."
+        ), 2
     # gloo raises plain RuntimeErrors that begin with a path of its source code. NCCL's errors have
     # many causes and several lines, so they keep their traceback.
     unreachable = isinstance(error, dist.DistNetworkError | dist.DistStoreError)
@@ -201,17 +243,6 @@ def _explain(error: Exception) -> tuple[str | None, int]:
             f"The other ranks are gone or out of reach ({reason}). {RESUMES}"
         ), 1
     return None, 1
-
-
-def _print_error(sentence: str, status: int) -> None:
-    """Print an error message; ranks other than 0 only do so if rank 0 does not exit meanwhile."""
-    rank = os.environ.get("RANK", "0")
-    if rank != "0":
-        # When rank 0 has exited, the launcher sends SIGTERM. Then this rank has nothing to add.
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        wait_for_rank_0(status)
-        sentence = "\n".join(f"[rank {rank}] {line}" for line in sentence.splitlines())
-    print(sentence, file=sys.stderr, flush=True)
 
 
 def _exit(status: int) -> NoReturn:
@@ -246,7 +277,7 @@ def ask_for_requeue(run_dir: Path, step: int) -> int:
     count. The status is 75, but 0 under torchrun, which would restart all ranks after any other.
     """
     if os.environ["RANK"] == "0":
-        job = [os.environ.get(name, "0") for name in ("SLURM_JOB_ID", "SLURM_RESTART_COUNT")]
+        job = [os.environ.get(name) or "0" for name in ("SLURM_JOB_ID", "SLURM_RESTART_COUNT")]
         (local_run_dir(run_dir) / "requeue").write_text(" ".join(job) + "\n")
         command = resume_command(run_dir.name)
         print(f"Told to stop; saved after step {step}; to resume: {command}", file=sys.stderr)
@@ -258,10 +289,10 @@ def ask_for_requeue(run_dir: Path, step: int) -> int:
 
 def check_name(name: str) -> str:
     """Return the name of a run. Raises RunError if it cannot be the name of a folder."""
-    if not re.fullmatch(r"[\w.-]+", name) or not name.strip("."):
+    if not re.fullmatch(r"[\w.-]{1,200}", name) or not name.strip("."):
         raise RunError(
-            f"{name!r} cannot be an experiment's name: it names a folder, so use letters, digits, "
-            "'-', '_' and '.'."
+            f"{name!r} cannot be an experiment's name: it names a folder, so use up to 200 "
+            "letters, digits, '-', '_' and '.'."
         )
     return name
 
@@ -271,8 +302,7 @@ def plan(words: list[str]) -> tuple[int, int, Path]:
 
     words: the arguments of the script. The number of processes is NPROC_PER_NODE, or the number of
     GPUs, or 2. Runs without a name share the folder "unnamed". Raises RunError if NPROC_PER_NODE is
-    no such number, as check_name does, or if a run on several nodes (NNODES) or with restarts
-    (MAX_RESTARTS) has no name.
+    no such number, or as check_name does.
     """
     parser = ArgumentParser(description="", add_help=False)
     parser.add_argument("-e", "--experiment-name")
@@ -281,15 +311,7 @@ def plan(words: list[str]) -> tuple[int, int, Path]:
     processes = os.environ.get("NPROC_PER_NODE") or str(torch.cuda.device_count() or 2)
     if not processes.isdecimal() or int(processes) == 0:
         raise RunError(f"NPROC_PER_NODE is {processes!r}, which is not a number of processes.")
-    several = (os.environ.get("NNODES") or "1") != "1"
-    if args.experiment_name is None and (
-        several or os.environ.get("MAX_RESTARTS", "0") not in ("", "0")
-    ):
-        raise RunError(
-            "A run on several nodes, or with MAX_RESTARTS, needs a name that stays: give one with "
-            "-e."
-        )
-    threads = max(1, (os.cpu_count() or 1) // int(processes))
+    threads = max(1, n_cores() // int(processes))
     run_dir = as_path(args.save_dir) / check_name(args.experiment_name or "unnamed")
     return int(processes), threads, local_run_dir(run_dir)
 

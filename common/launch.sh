@@ -12,7 +12,13 @@ fi
 PYTHON=$(command -v "$PYTHON" || echo "$PYTHON")
 
 if [[ " $* " == *" --help "* || " $* " == *" -h "* ]]; then
-    exec "$PYTHON" "$SCRIPT" --help
+    "$PYTHON" "$SCRIPT" --help # without exec, because PYTHON may be a function
+    exit
+fi
+
+# A launch file can set the name that a run gets without -e.
+if [[ -n "${DEFAULT_NAME:-}" && " $*" != *" -e"* && " $*" != *" --experiment-name"* ]]; then
+    set -- -e "$DEFAULT_NAME" "$@"
 fi
 
 # One process per GPU or, without GPUs, two; NPROC_PER_NODE sets another number. They share the cores
@@ -22,3 +28,10 @@ PLAN=$("$PYTHON" -m common.launch "$@")
 # Show the lines of rank 0 without torchrun's prefix, because they already contain the rank.
 # shellcheck disable=SC2016
 export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE='${role_name}'
+
+# Prints what changes when the run has saved. With --async-checkpoint, state.json has a step only with
+# the next save.
+checkpoints() {
+    grep -s '"step"' "$RUN/state.json" || true
+    ls -d "$RUN"/checkpoints/*/.metadata 2>/dev/null || true
+}

@@ -4,8 +4,12 @@ The name of a model is a preset, a local folder, or a hub id.
 """
 
 import functools
+import json
+import logging
+import math
 import os
 import re
+import textwrap
 from pathlib import Path
 
 import huggingface_hub
@@ -13,26 +17,34 @@ import torch
 import transformers
 from huggingface_hub import constants
 from safetensors import SafetensorError
+from tokenizers import Tokenizer
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AttentionInterface,
+    AttentionMaskInterface,
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
+    PreTrainedTokenizerFast,
 )
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 from common.cli import RunError
+
+logger = logging.getLogger(__name__)
 
 PRESETS = Path(__file__).parent / "presets"
 PRESET_NAMES = tuple(sorted(path.parent.name for path in PRESETS.glob("*/config.json")))
 # These models are causal although is_decoder is False in their configurations.
 CAUSAL_ALTHOUGH_NOT_DECODER = ("gpt_neox", "gpt_neox_japanese")
+POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length")
+CHECKED_TOKENS = 8
 PROMPTS = {"python-stdlib": "    def"}  # of the sample of a model's text, by data set
 
 
@@ -41,17 +53,18 @@ def load_config(name: str, tokenizer: PreTrainedTokenizerBase | None = None) -> 
 
     A preset has no weights yet, so it adapts to another tokenizer: it takes the end-of-text token
     and the vocabulary size, rounded up to a multiple of 64. Raises RunError if there is no
-    such model, if the tokenizer has more tokens than the model has embeddings, or if it is no
-    causal language model: the losses of a model that sees later tokens, or that does not shift its
-    labels, would mean nothing.
+    such model, if the tokenizer has more tokens than the model has embeddings, if its weights are
+    quantized, if it has code of its own, or if it is no causal language model.
     """
     transformers.logging.set_verbosity_error()  # it warns about deliberate choices of this guide
     folder = resolve_model(name)
     try:
-        config = AutoConfig.from_pretrained(folder, use_cache=False)
+        config = AutoConfig.from_pretrained(folder, use_cache=False, trust_remote_code=False)
         config._attn_implementation = causal_attention(config)
     except Exception as error:  # its fields are checked by code that raises many kinds of errors
         raise cannot_load("model", name, error) from error
+    if getattr(config, "is_heterogeneous", False):  # Gemma 4, whose layers differ in size
+        config.allow_global_per_layer_attribute_access = True
     encoder = getattr(config, "is_decoder", None) is False
     if (
         type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
@@ -63,14 +76,32 @@ def load_config(name: str, tokenizer: PreTrainedTokenizerBase | None = None) -> 
             f"The model {name} ({config.model_type}) is not a causal language model: choose one "
             "that predicts the next token, such as GPT-2 or Llama."
         )
+    if getattr(config, "quantization_config", None):
+        raise RunError(f"The weights of {name} are quantized: choose a model in float or bfloat16.")
+    if getattr(config, "output_router_logits", False):
+        config.output_router_logits = False
+        logger.warning(
+            f"The auxiliary loss of {name}'s router is left out: its value would depend on the "
+            "number of devices and on the size of the micro-batches."
+        )
+    n_tokens = vocabulary_size(tokenizer) if tokenizer else 0
     if tokenizer and name in PRESET_NAMES and tokenizer.name_or_path != str(PRESETS / "tokenizer"):
-        config.vocab_size = -(-len(tokenizer) // 64) * 64
+        config.vocab_size = -(-n_tokens // 64) * 64
         config.eos_token_id = tokenizer.eos_token_id
-    if tokenizer and len(tokenizer) > config.vocab_size:
+    if n_tokens > config.vocab_size:
         raise RunError(
-            f"The tokenizer has {len(tokenizer)} tokens and the model only {config.vocab_size} "
+            f"The tokenizer has {n_tokens} tokens and the model only {config.vocab_size} "
             "embeddings: give the model's own with --tokenizer-name."
         )
+    # transformers does not train the embedding of a padding token. Sequences have no padding.
+    pad = getattr(config, "pad_token_id", None) or 0
+    if pad >= config.vocab_size or (tokenizer and pad == tokenizer.eos_token_id):
+        config.pad_token_id = None
+    try:
+        with torch.device("meta"):
+            AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    except Exception as error:  # each model checks its sizes and names in its own way
+        raise cannot_load("model", name, error) from error
     return config
 
 
@@ -83,7 +114,9 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     is_preset = name in PRESET_NAMES
     folder = str(PRESETS / "tokenizer") if is_preset else resolve_model(name, kind)
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        if not _has_rules_of_its_file(tokenizer, folder):
+            tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     except Exception as error:  # the package tokenizers raises plain Exceptions
         raise cannot_load(kind, name, error) from error
     # transformers makes a tokenizer without a vocabulary if it finds no files.
@@ -94,12 +127,34 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     return tokenizer
 
 
+def _has_rules_of_its_file(tokenizer: PreTrainedTokenizerBase, folder: str) -> bool:
+    """Return whether a tokenizer splits text as its tokenizer.json says, if there is one.
+
+    Classes such as LlamaTokenizer and Qwen2Tokenizer may replace these rules by their own, see
+    https://github.com/huggingface/transformers/issues/45488.
+    """
+    file: object = Path(folder) / "tokenizer.json"
+    if not Path(folder).is_dir():
+        file = huggingface_hub.try_to_load_from_cache(folder, "tokenizer.json")
+    if not tokenizer.is_fast or not isinstance(file, str | Path) or not Path(file).exists():
+        return True
+    found = json.loads(tokenizer.backend_tokenizer.to_str())
+    expected = json.loads(Tokenizer.from_file(str(file)).to_str())
+    return all(found[key] == expected[key] for key in ("normalizer", "pre_tokenizer", "model"))
+
+
+def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Return how many embeddings the tokens need; numbers may be left out, so len() can be less."""
+    return max(tokenizer.get_vocab().values()) + 1
+
+
 def sequence_length(config: PretrainedConfig, seq_length: int | None) -> int:
     """Return `seq_length` or, if it is None, the number of the model's positions, but at most 1024.
 
     Raises RunError if the sequence is longer than the positions.
     """
-    positions = getattr(config, "max_position_embeddings", None) or seq_length or 1024
+    limits = [getattr(config, name, None) or 0 for name in POSITIONS]
+    positions = max(limits) if max(limits) > 0 else math.inf
     if seq_length is not None and seq_length > positions:
         raise RunError(
             f"The model has {positions} positions: --seq-length {seq_length} is more than that, so "
@@ -135,7 +190,37 @@ def load_pretrained(
             f"The weights of {name} have no {lost[0]} of the right shape: get all files that match "
             "config.json, or leave out --pretrained."
         )
+    with torch.device("meta"):
+        untrained = type(model)(model.config)
+    for name, parameter in untrained.named_parameters():  # from_pretrained would train them all
+        model.get_parameter(name).requires_grad_(parameter.requires_grad)
     return model
+
+
+@torch.no_grad()
+def check_causal(model: PreTrainedModel) -> None:
+    """Raise RunError if a model sees later tokens or does not shift its labels.
+
+    Its losses would mean nothing. A forward pass on the CPU over CHECKED_TOKENS tokens shows it.
+    """
+    tokens = torch.arange(2, CHECKED_TOKENS + 2)[None] % model.config.vocab_size
+    other = tokens.clone()
+    other[0, -1] = 0
+    model.eval()
+    logits, output = model(input_ids=tokens).logits, model(input_ids=other, labels=other)
+    model.train()
+    name = model.config.name_or_path or model.config.model_type
+    if not output.logits.isfinite().all():
+        raise RunError(f"The model {name} computes nan or inf: get its weights again.")
+    difference = (logits - output.logits)[0, :-1].abs().max()
+    shifted = nn.functional.cross_entropy(output.logits[0, :-1].float(), other[0, 1:])
+    sees_later = difference > 1e-4 * logits.abs().max()
+    if sees_later or not torch.isclose(output.loss, shifted, rtol=1e-3):
+        fault = "sees later tokens" if sees_later else "does not shift its labels"
+        raise RunError(
+            f"The model {name} {fault}: choose one that predicts the next token, such as GPT-2 or "
+            "Llama."
+        )
 
 
 def let_others_read(folder: Path) -> None:
@@ -156,12 +241,15 @@ def causal_attention(config: PretrainedConfig) -> str:
     no mask is needed, it waits for the GPU in every step. With transformers 5.17, a compiled model
     uses a mask anyway, which is 13% slower. But transformers makes no mask for attention that it
     does not know, and without a mask the kernel itself is causal. Models other than GPT-2 and
-    Llama may need a mask, for example for a sliding window, so they get the usual attention.
+    Llama may need a mask, for example for a sliding window, so they get one.
     """
     if config.model_type in MODELS_WITHOUT_MASK:
         return "causal_sdpa"
-    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
-    return "sdpa" if model_class is None or model_class._supports_sdpa else "eager"
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), PreTrainedModel)
+    if not model_class._supports_sdpa:
+        return "eager"
+    # Older models, such as Falcon, have code of their own for each kind of attention.
+    return "masked_sdpa" if model_class._supports_attention_backend else "sdpa"
 
 
 def causal_sdpa(
@@ -199,6 +287,8 @@ def causal_sdpa(
 
 
 AttentionInterface.register("causal_sdpa", causal_sdpa)
+AttentionInterface.register("masked_sdpa", causal_sdpa)
+AttentionMaskInterface.register("masked_sdpa", sdpa_mask)
 
 
 # --- a sample of a model's text ---
@@ -285,8 +375,10 @@ def hub_is_reachable() -> bool:
 
 def cannot_load(kind: str, name: str, cause: Exception) -> RunError:
     """Return an error that says what cannot be loaded, and quotes the library."""
-    text = re.sub(r":\s+", ": ", str(cause).strip())
-    reason = (text.splitlines() or [type(cause).__name__])[0].rstrip(".:")
+    lines = re.sub(r"(:|cast)\s+", r"\1 ", str(cause).strip()).splitlines()
+    why = [line for line in lines[1:] if line.startswith("because")]  # of the datasets library
+    reason = " ".join([*lines[:1], *why]) or type(cause).__name__
+    reason = textwrap.shorten(reason, 300, placeholder=" ...").rstrip(".:")
     if Path(name).exists():
         return RunError(f"{name} has no usable {kind} ({reason}): check or replace its files.")
     if not hub_is_reachable():

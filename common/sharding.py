@@ -1,7 +1,7 @@
 """What only chapters 4 and 5 need: a model's layers, and the mesh of HSDP."""
 
 import os
-from itertools import pairwise
+from itertools import chain, pairwise
 
 import torch
 import torch.distributed as dist
@@ -24,13 +24,18 @@ SAVED_OPS = [
 def find_layers(model: PreTrainedModel) -> list[nn.Module]:
     """Return a model's transformer layers in order: the modules that transformers never splits.
 
-    Raises RunError if transformers does not list the classes of these modules.
+    Some models list their embeddings or parts of their layers, too, but only layers are in a list
+    of modules. Raises RunError if transformers does not list the classes of the layers, or if two
+    layers share weights.
     """
-    names = model._no_split_modules or ()
-    layers = [module for module in model.modules() if type(module).__name__ in names]
+    names, kind = model._no_split_modules or (), model.config.model_type
+    lists = [module for module in model.modules() if isinstance(module, nn.ModuleList)]
+    layers = [layer for layer in chain(*lists) if type(layer).__name__ in names]
     if not layers:
-        kind = model.config.model_type
         raise RunError(f"transformers does not say what the layers of {kind} are: use another.")
+    parameters = [id(parameter) for layer in layers for parameter in layer.parameters()]
+    if len(set(parameters)) < len(parameters):
+        raise RunError(f"Layers of {kind} share weights, so it cannot be sharded: use another.")
     return layers
 
 
@@ -38,24 +43,20 @@ def mesh_of_nodes(device: torch.device) -> DeviceMesh:
     """Return HSDP's mesh, with the dimensions "replicate" (nodes) and "shard" (ranks of a node).
 
     All ranks must call this. As for torchrun, each launcher is a node, even if two of them run on
-    one machine. Raises RunError if there is one node only, if nodes have different numbers of
-    ranks, or if the ranks of a node are not consecutive.
+    one machine. Raises RunError if there is one node only, or if nodes have different numbers of
+    ranks or ranks that are not consecutive.
     """
     rank, _ = rank_and_world_size()
     local_ranks = list(gather({rank: int(os.environ["LOCAL_RANK"])}).values())
     firsts = [rank for rank, local_rank in enumerate(local_ranks) if local_rank == 0]
     sizes = [end - first for first, end in pairwise([*firsts, len(local_ranks)])]
-    if local_ranks != [local_rank for size in sizes for local_rank in range(size)]:
-        raise RunError(
-            "--hsdp needs the ranks of a node to follow each other: start them with srun "
-            "--distribution=block or mpirun --map-by slot, or leave it out."
-        )
     if len(sizes) == 1:
         raise RunError("--hsdp replicates over nodes and there is one: leave it out.")
-    if len(set(sizes)) > 1:
+    if local_ranks != [*range(sizes[0])] * len(sizes):
         raise RunError(
-            f"--hsdp needs equally many ranks on all nodes, not {min(sizes)} here and {max(sizes)} "
-            "there: start as many on each, or leave it out."
+            "--hsdp needs equally many ranks on all nodes, and those of a node in a row, not the "
+            f"local ranks {local_ranks}: srun --distribution=block and mpirun --map-by slot start "
+            "them so."
         )
     names = ("replicate", "shard")
     # PyTorch 2.11 gives the groups of a mesh only the backend of the GPU. With --cpu-offload they

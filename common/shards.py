@@ -8,11 +8,15 @@ from transformers import PreTrainedTokenizerBase
 
 from common.cli import RunError
 from common.documents import fetch
+from common.models import vocabulary_size
 from common.storage import is_remote
 
 # The header of llm.c, in which FineWeb is distributed for GPT-2: 256 int32 with MAGIC, a version
 # and the number of tokens. https://github.com/karpathy/llm.c/blob/master/dev/data/data_common.py
 MAGIC, HEADER_BYTES = 20240520, 1024
+# Files that show that .bin files beside them are of Megatron, litdata or MosaicML, or that the
+# tokens are those of nanoGPT's characters.
+OF_OTHERS = ("*.idx", "index.json", "meta.pkl")
 CHECKED = 65536  # so many tokens at both ends of a shard are checked, and decoded once
 
 
@@ -36,12 +40,19 @@ def open_shards(
     train = [file for file in files if file not in held_out]
     if not train:
         raise RunError(f"{files[0].parent} has no shard for training: give at least two shards.")
-    opened = {}
+    if others := [file for pattern in OF_OTHERS for file in files[0].parent.glob(pattern)]:
+        raise RunError(
+            f"{others[0]} belongs to another format or vocabulary: give a folder with shards of "
+            "this tokenizer only, or the text itself."
+        )
+    opened, n_tokens = {}, vocabulary_size(tokenizer)
     for file in files:
         try:
-            opened[file] = tokens = _open(file, len(tokenizer))
-            if (highest := max(tokens[:CHECKED].max(), tokens[-CHECKED:].max())) >= len(tokenizer):
-                raise ValueError(f"token {highest}, and the tokenizer has {len(tokenizer)}")
+            opened[file] = tokens = _open(file, n_tokens)
+            if (highest := max(tokens[:CHECKED].max(), tokens[-CHECKED:].max())) >= n_tokens:
+                raise ValueError(f"token {highest}, and the tokenizer has {n_tokens}")
+            if len(tokens) > 1 and not tokens[1:CHECKED:2].any():
+                raise ValueError("every second number is 0, as if a token had more bytes")
         except (ValueError, EOFError) as error:
             raise RunError(
                 f"{file} does not hold tokens of this tokenizer ({error}): make it again, or give "

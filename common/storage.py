@@ -7,6 +7,7 @@ import errno
 import functools
 import hashlib
 import logging
+import os
 import re
 import shutil
 from collections.abc import Callable
@@ -33,7 +34,7 @@ def as_path(path: str) -> Path:
     Raises RunError for an unknown kind of address, or if a package that it needs is missing.
     """
     if not is_remote(path):
-        return Path(path)
+        return Path(path).expanduser()
     # Other machines write to the same store, so a cached listing could be out of date.
     options = {"use_listings_cache": False}
     if path.startswith(("file:", "local:")):
@@ -55,19 +56,16 @@ def as_path(path: str) -> Path:
     return opened
 
 
-def local_save_dir(save_dir: Path) -> Path:
-    """Return the local folder for locks, logs and wandb files: for an address, below HF_HOME."""
-    if not is_remote(save_dir):
-        return save_dir
-    address = str(save_dir).rstrip("/")
-    digest = hashlib.sha256(address.encode()).hexdigest()[:8]
-    name = re.sub(r"[^\w.-]+", "-", address)[-80:]
-    return Path(constants.HF_HOME) / "remote-runs" / f"{name}-{digest}"
-
-
 def local_run_dir(run_dir: Path) -> Path:
-    """Return the local folder of a run, which is `run_dir` itself if that is not an address."""
-    return local_save_dir(run_dir.parent) / run_dir.name
+    """Return a run's local folder for locks, logs and wandb files: for an address, below HF_HOME.
+
+    If `run_dir` is not an address, it is `run_dir` itself.
+    """
+    if not is_remote(run_dir):
+        return run_dir
+    digest = hashlib.sha256(str(run_dir).encode()).hexdigest()[:8]
+    address = re.sub(r"[^\w.-]+", "-", str(run_dir))[-80:]
+    return Path(constants.HF_HOME) / "remote-runs" / f"{address}-{digest}"
 
 
 def cached_folder(kind: str, key: object, fill: Callable[[Path], None]) -> Path:
@@ -80,29 +78,21 @@ def cached_folder(kind: str, key: object, fill: Callable[[Path], None]) -> Path:
     cache = Path(constants.HF_HOME) / kind
     folder = cache / hashlib.sha256(repr(key).encode()).hexdigest()[:32]
     unfinished = folder.with_suffix(".unfinished")
-    lock = FileLock(f"{folder}.lock")
     try:
         cache.mkdir(parents=True, exist_ok=True)
-        lock.acquire()
-    except (OSError, NotImplementedError) as error:  # a cluster's file system may not have locks
-        raise _cannot_write(cache, error) from error
-    try:
-        if not folder.exists():
-            unfinished.mkdir(exist_ok=True)
-            fill(unfinished)
-            unfinished.replace(folder)
+        with FileLock(f"{folder}.lock"):
+            if not folder.exists():
+                unfinished.mkdir(exist_ok=True)
+                fill(unfinished)
+                unfinished.replace(folder)
     except Exception as error:
-        if (cause := disk_error(error)) is None:
+        cause = disk_error(error)
+        if cause is None and os.access(cache, os.W_OK):
             raise
-        raise _cannot_write(cache, cause) from error
-    finally:
-        lock.release()
+        raise RunError(
+            f"Cannot write to the cache {cache} ({cause or error}): set HF_HOME to another folder."
+        ) from error
     return folder
-
-
-def _cannot_write(cache: Path, error: Exception) -> RunError:
-    reason = getattr(error, "strerror", None) or error
-    return RunError(f"Cannot write to the cache {cache} ({reason}): set HF_HOME to another folder.")
 
 
 def exists(path: Path) -> bool:
@@ -156,26 +146,14 @@ def explain_store_errors(function: Callable) -> Callable:
         except FileNotFoundError:
             raise
         except Exception as error:
-            reason = reason_of(error)
-            if reason is None or not is_remote(path):
+            is_client = type(error).__module__.split(".")[0] in STORE_CLIENTS
+            if not is_remote(path) or not (is_client or isinstance(error, OSError)):
                 raise
+            reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
+            reason = reason.partition("\n")[0].rstrip(".")
             raise RunError(
                 f"{path} cannot be used ({reason}): check the address and the credentials, then "
                 "start the same command again."
             ) from error
 
     return explaining
-
-
-def reason_of(error: BaseException | None) -> str | None:
-    """Return in one line why a disk or a store failed, or None if the error is of another kind."""
-    while isinstance(error, Exception):
-        if isinstance(error, OSError) or type(error).__module__.split(".")[0] in STORE_CLIENTS:
-            text = getattr(error, "strerror", None) or str(error)
-            if isinstance(error, FileNotFoundError) and " " not in text:  # only the file's name
-                text = f"there is no {text}"
-            return text.partition("\n")[0].rstrip(".") or type(error).__name__
-        if not isinstance(error, RuntimeError):
-            return None
-        error = error.__cause__ or error.__context__  # PyTorch raises it when a write has failed
-    return None

@@ -9,8 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 import torch
-from torch import nn
-from transformers import PretrainedConfig
+from transformers import PretrainedConfig, PreTrainedModel
 
 from common.launch import gather, rank_and_world_size
 
@@ -130,7 +129,7 @@ def find_straggler(wait_ms: float) -> dict[str, float | str]:
     }
 
 
-def flops_per_token(model: nn.Module, config: PretrainedConfig, seq_length: int) -> float:
+def flops_per_token(model: PreTrainedModel, config: PretrainedConfig, seq_length: int) -> float:
     """Return the FLOPs per token of one training step: 6 N + 12 L H Q T.
 
     N parameters (those of all experts; the input embedding only if it is tied), L layers, H heads
@@ -138,10 +137,13 @@ def flops_per_token(model: nn.Module, config: PretrainedConfig, seq_length: int)
     without recomputed activations. Source: appendix B of PaLM, https://arxiv.org/abs/2204.02311.
     """
     n_parameters = sum(parameter.numel() for parameter in model.parameters())
-    if not config.tie_word_embeddings:
-        n_parameters -= model.get_input_embeddings().weight.numel()
+    embedding, output = model.get_input_embeddings(), model.get_output_embeddings()
+    if output is None or output.weight is not embedding.weight:
+        n_parameters -= embedding.weight.numel()
     width = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    attention = 12 * config.num_hidden_layers * config.num_attention_heads * width * seq_length
+    sizes = [getattr(module, "head_dim", None) for module in model.modules()]
+    widths = [size for size in sizes if size] or [width] * config.num_hidden_layers
+    attention = 12 * config.num_attention_heads * sum(widths) * seq_length
     return 6 * n_parameters + attention
 
 

@@ -13,7 +13,6 @@ import uuid
 from pathlib import Path
 from typing import IO
 
-import torch.distributed as dist
 from filelock import FileLock, Timeout
 
 from common import storage
@@ -58,7 +57,7 @@ def make_run_dir(args: argparse.Namespace, resumes: bool = True) -> Path:
     run_dir = storage.as_path(args.save_dir) / _name_of(args)
     local = storage.local_run_dir(run_dir)
     restarts = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
-    is_restart = any(int(os.environ.get(name, 0)) for name in restarts)
+    is_restart = any(int(os.environ.get(name) or 0) for name in restarts)
     try:
         local.mkdir(parents=True, exist_ok=True)
         if rank == 0:
@@ -75,7 +74,8 @@ def make_run_dir(args: argparse.Namespace, resumes: bool = True) -> Path:
         raise RunError(f"Cannot write to {local} ({reason}): give another {flag}.") from error
     _check_that_all_see_it(run_dir)
     how = f"; to resume it after a stop: {resume_command(run_dir.name)}" if resumes else ""
-    logger.info(f"the run's folder is {run_dir}{how}")
+    lock = ", which is locked for this machine only" if storage.is_remote(run_dir) else ""
+    logger.info(f"the run's folder is {run_dir}{lock}{how}")
     return run_dir
 
 
@@ -102,21 +102,17 @@ def _check_that_all_see_it(run_dir: Path) -> None:
     mark = run_dir / f".seen-{gather({rank: uuid.uuid4().hex})[0]}"
     if rank == 0:
         try:
-            if storage.is_remote(run_dir):
-                mark.fs.pipe_file(mark.path, b"")
-            else:
-                mark.touch()
+            mark.write_bytes(b"")
         except FileNotFoundError as error:  # s3fs says so if there is no such bucket
             raise OSError(str(error)) from error
-    if dist.is_initialized():
-        dist.barrier()
     deadline = time.monotonic() + SEEN_WITHIN_S
     while not (seen := mark.exists()) and time.monotonic() < deadline:
         time.sleep(0.1)
     not_seen = gather({} if seen else {rank: socket.gethostname()})
     if rank == 0:
         mark.unlink()
-    for other, host in not_seen.items():
+    if not_seen:
+        other, host = next(iter(not_seen.items()))
         raise RunError(
             f"Rank {other} on {host} does not see {run_dir.absolute()} of rank 0: give a "
             "--save-dir on a file system that all nodes share."
@@ -141,9 +137,9 @@ class Tracker:
         self._total_steps = config["total_steps"]
         if rank == 0:
             self._file = _open_metrics(run_dir, step)
-        if (rank == 0 or node) and os.environ.get("WANDB_MODE") != "disabled":
-            name = run_dir.name if rank == 0 else f"{run_dir.name}-{node}"
-            self._wandb = _start_wandb(run_dir, config, name, run_dir.name if node else None)
+        if (rank == 0 or node) and not _is_wandb_disabled():
+            suffix = "" if rank == 0 else f"-{node}"
+            self._wandb = _start_wandb(run_dir, config, suffix, run_dir.name if node else None)
 
     def log(self, metrics: dict[str, float | str | None]) -> None:
         """Write the metrics of a step, including "step", at once, so that a kill loses no line.
@@ -216,22 +212,28 @@ def _run_id(run_dir: Path, name: str) -> str:
     return file.read_text()
 
 
-def _start_wandb(run_dir: Path, config: dict, name: str, group: str | None):
+def _is_wandb_disabled() -> bool:
+    """Return whether wandb, which takes a second to import, is not wanted at all."""
+    disabled = os.environ.get("WANDB_DISABLED", "").lower() in ("true", "1", "yes", "on")
+    return disabled or os.environ.get("WANDB_MODE") == "disabled"
+
+
+def _start_wandb(run_dir: Path, config: dict, suffix: str, group: str | None):
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # sends errors even in offline mode
     os.environ.setdefault("WANDB_SAVE_CODE", "true")  # unless WANDB_DISABLE_CODE is set
     import wandb
 
     options = {
-        "project": PROJECT,
+        "project": os.environ.get("WANDB_PROJECT", PROJECT),
         "dir": storage.local_run_dir(run_dir),
-        "name": name,
-        "id": _run_id(run_dir, name),
+        "name": os.environ.get("WANDB_NAME", run_dir.name) + suffix,
+        "id": _run_id(run_dir, run_dir.name + suffix),
         "group": group,
         "resume": "allow",  # continue the run with this id if there is one
         "config": config,
-        "settings": wandb.Settings(silent=True, console="off", init_timeout=30),
     }
     try:
+        options["settings"] = wandb.Settings(silent=True, console="off", init_timeout=30)
         mode = os.environ.get("WANDB_MODE")
         if mode is None and not wandb.login(prompt=False, verify=False):
             mode = "offline"
@@ -240,3 +242,8 @@ def _start_wandb(run_dir: Path, config: dict, name: str, group: str | None):
         logger.warning(f"wandb runs offline, because: {str(error).splitlines()[0]}")
         wandb.teardown()  # forgets the run that did not start
         return wandb.init(mode="offline", **options)
+    except ValueError as error:  # of a setting
+        reason = " ".join(str(error).splitlines()[1:3])
+        raise RunError(
+            f"wandb refuses WANDB_MODE or another of its variables ({reason})."
+        ) from error

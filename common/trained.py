@@ -7,18 +7,9 @@ from typing import NamedTuple
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint import CheckpointException
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from common import models
-from common.checkpoint import (
-    complete_checkpoints,
-    damaged_file,
-    describe_model,
-    failure_of,
-    read_state,
-    reader_of,
-)
+from common import checkpoint, models
 from common.cli import RunError
 from common.storage import explain_store_errors
 
@@ -38,7 +29,8 @@ def find_saved(run: Path, step: int | None) -> SavedCheckpoint:
 
     Raises RunError if there is no such checkpoint, or if state.json is damaged.
     """
-    settings, kept = read_state(run).get("training"), complete_checkpoints(run)
+    settings = checkpoint.read_state(run).get("training")
+    kept = checkpoint.complete_checkpoints(run)
     if settings is None or not kept:
         raise RunError(f"{run} is no run's folder with a complete checkpoint: check the path.")
     step = step or max(kept)
@@ -58,15 +50,14 @@ def load_model(
     occur once; buffers that no checkpoint contains are left out. The optimizer state is not read.
     Raises RunError if a file is missing or damaged, or if the names do not match the checkpoint.
     """
-    sources = saved.settings.get("sources", {})  # older runs did not save them
-    note = "" if sources or model_name else ", assumed because the run does not name its own"
-    model_name = model_name or sources.get("model_name", "gpt2-tiny")
-    tokenizer_name = tokenizer_name or sources.get("tokenizer_name") or model_name
+    sources = saved.settings["sources"]
+    model_name = model_name or sources["model_name"]
+    tokenizer_name = tokenizer_name or sources["tokenizer_name"] or model_name
     tokenizer = models.load_tokenizer(tokenizer_name)
     config = models.load_config(model_name, tokenizer)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    if describe_model(model) != saved.settings["model"]:
+    if checkpoint.describe_model(model) != saved.settings["model"]:
         raise RunError(
             f"{saved.run} has another model than {model_name}: give -m and --tokenizer-name."
         )
@@ -80,14 +71,8 @@ def load_model(
         for name, tensor in chain(model.named_parameters(), model.named_buffers())
         if name in persistent
     }
-    try:
-        if damaged := explain_store_errors(damaged_file)(saved.path):
-            raise RunError(f"The checkpoint file {damaged} is damaged: give another --step.")
-        dcp.load({"model": weights}, storage_reader=reader_of(saved.path), no_dist=True)
-    except (CheckpointException, FileNotFoundError) as error:
-        raise RunError(
-            f"The checkpoint {saved.path} cannot be read ({failure_of(error)}): if the run has "
-            "deleted it meanwhile, start the same command again."
-        ) from error
-    named = f"(model {model_name}, tokenizer {tokenizer_name}{note})"
+    if damaged := explain_store_errors(checkpoint.damaged_file)(saved.path):
+        raise RunError(f"The checkpoint file {damaged} is damaged: give another --step.")
+    dcp.load({"model": weights}, storage_reader=checkpoint.reader_of(saved.path), no_dist=True)
+    named = f"(model {model_name}, tokenizer {tokenizer_name})"
     return model, weights, tokenizer, f"step {saved.step} of {saved.run} {named}"

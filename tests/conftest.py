@@ -24,18 +24,20 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import contextlib
+import io
 import itertools
 import shutil
 import signal
 import sys
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
+from types import ModuleType
 
 import psutil
 import pytest
 import torch
 from cluster import cluster  # noqa: F401
-from helpers import HIDES_GPUS, ROOT, read_metrics, write_corpus
+from helpers import HIDES_GPUS, ROOT, listing, read_metrics, write_corpus
 from runner import load_script
 
 from common import launch
@@ -166,3 +168,47 @@ def train(tmp_path, monkeypatch):
     yield run
     for number, handler in handlers.items():
         signal.signal(number, handler)
+
+
+@pytest.fixture
+def run_main(monkeypatch, capfd):
+    """Return a function that runs a script in this process and returns (stdout, stderr).
+
+    Before that, `plant` changes the module of the script.
+    """
+
+    def run(
+        script: Path,
+        *args: object,
+        stdin: str = "",
+        plant: Callable[[ModuleType], object] = lambda module: None,
+        main: Callable[[ModuleType], object] = lambda module: module.main(),
+    ) -> tuple[str, str]:
+        module = load_script(script)
+        plant(module)
+        monkeypatch.setattr(sys, "argv", [script.name, *map(str, args)])
+        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
+        capfd.readouterr()
+        main(module)
+        return capfd.readouterr()
+
+    return run
+
+
+@pytest.fixture
+def refuse(run_main, tmp_path):
+    """Return a function that runs a script, expects a refusal and returns its one sentence."""
+
+    def refused(module: ModuleType) -> None:
+        with pytest.raises(SystemExit) as exit_:
+            launch.run(module.main)
+        assert exit_.value.code == 2
+
+    def run(script: Path, *args: object, stdin: str = "") -> str:
+        before = listing(tmp_path)
+        out, err = run_main(script, *args, stdin=stdin, main=refused)
+        assert not out and "Traceback" not in err and err.endswith(".\n"), err
+        assert listing(tmp_path) == before, "nothing was written, nothing lost"
+        return err.splitlines()[-1]
+
+    return run

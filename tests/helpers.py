@@ -21,9 +21,8 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
-from cluster import ENVIRONMENT, PATIENCE_S
+from cluster import ENVIRONMENT
 from runner import Ranks, Series, finish, start
-from torch.distributed import TCPStore
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
@@ -296,7 +295,8 @@ class Run:
     def name(self) -> str:
         bug = [f"bug{abs(hash(self.replaced))}"] if self.replaced else []
         note = [self.note.__name__] if self.note else []
-        words = [self.chapter, str(self.world_size), *map(str, self.args), *bug, *note]
+        chapter = "-".join(Path(self.chapter).parts[-2:])  # of a copy, not where it is
+        words = [chapter, str(self.world_size), *map(str, self.args), *bug, *note]
         return re.sub(r"[^\w.-]+", "-", "-".join(words))
 
 
@@ -454,32 +454,6 @@ def without_kernels(path: str) -> Iterator[None]:
     torch.compile = compiler
 
 
-def run_on_nodes(
-    local_ranks: tuple[int, ...],
-    args: list[object],
-    env=(),
-    timeout: float = PATIENCE_S,
-    **options: object,
-) -> list[int]:
-    """Train in a process for each local rank, of which each 0 begins a node; return the statuses.
-
-    options as for Ranks.
-    """
-    # This process serves the store, as in Ranks: no port is taken before its use.
-    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    address = {"MASTER_ADDR": "localhost", "MASTER_PORT": store.port}
-    address["TORCHELASTIC_USE_AGENT_STORE"] = "True"
-    places = [
-        {**address, "WORLD_SIZE": len(local_ranks), "RANK": rank, "LOCAL_RANK": local_rank}
-        for rank, local_rank in enumerate(local_ranks)
-    ]
-    processes = []
-    for rank, place in enumerate(places):
-        own = {key: v[rank] if isinstance(v, list) else v for key, v in options.items()}
-        processes.append(start(args, env={**place, **dict(env)}, **own))
-    return [finish(process, timeout) for process in processes]
-
-
 # --- resumed runs ---
 
 RESUMED_STEPS = 40
@@ -597,8 +571,12 @@ def full(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
 
 
-def save_run(run_dir: Path, model: torch.nn.Module, step: int, training: dict) -> None:
-    """Save a model as a checkpoint of a run of these settings; all ranks must call this."""
+def save_run(
+    run_dir: Path, model: torch.nn.Module, step: int, preset: str, dtype: str = "float32"
+) -> None:
+    """Save a model of a preset as a checkpoint of a run; all ranks must call this."""
+    training = {"model": checkpoint.describe_model(model), "seq_length": 32, "param_dtype": dtype}
+    training["sources"] = {"model_name": preset, "tokenizer_name": None}
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     schedule = LambdaLR(optimizer, lambda step: 1.0)
     local_run_dir(run_dir).mkdir(parents=True, exist_ok=True)
@@ -607,7 +585,7 @@ def save_run(run_dir: Path, model: torch.nn.Module, step: int, training: dict) -
     checkpoint.save_checkpoint(run_dir, model, optimizer, schedule, {"step": step}, keep=2)
 
 
-def save_what_is_loaded(folder: Path, bug: Callable[[], None] | None = None) -> None:
+def save_what_is_loaded(folder: Path) -> None:
     """Once a checkpoint is loaded, save it as that of a run in this folder."""
     load = checkpoint.load_checkpoint
 
@@ -619,8 +597,6 @@ def save_what_is_loaded(folder: Path, bug: Callable[[], None] | None = None) -> 
         return loaded
 
     checkpoint.load_checkpoint = load_and_save
-    if bug:
-        bug()
 
 
 # --- diffs beside the chapters ---

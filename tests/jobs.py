@@ -1,14 +1,12 @@
 """Jobs of chapter 3 on the tests' Slurm cluster: how they are started, what they trained on."""
 
-import contextlib
 import json
 import os
 import re
 import subprocess
 import sys
-import tempfile
 from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,7 +17,6 @@ NODES = ["node1", "node2"]
 STEPS = 24
 CKPT_FREQ = 4
 JOB, JOB_SRUN = "03-multi-node/job.sbatch", "03-multi-node/job_srun.sbatch"
-REAL = {"PYTHON": sys.executable, "PYTHON_EXEC": sys.executable}
 PAUSE = 0.15  # after each step of a run that is to be hit
 
 
@@ -45,9 +42,8 @@ class Lab:
         notes.mkdir(exist_ok=True)
         own = {
             "PYTHON": sys.executable,
-            "PYTHON_EXEC": sys.executable,
             "NOTES": notes,
-            "FORWARD": "NOTES PAUSE PYTHON_EXEC",
+            "FORWARD": "NOTES PAUSE",
             "PYTHONPATH": f"{ROOT / 'tests/hooks'}:{ROOT}",
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
             "VIRTUAL_ENV": sys.prefix,
@@ -88,21 +84,6 @@ class Lab:
         here = Path("/proc/self/ns/mnt").readlink()
         own = [pid for pid in self.pids(node) if Path(f"/proc/{pid}/ns/mnt").readlink() != here]
         return ("nsenter", f"--target={own[0]}", "--net", "--uts", "--mount")
-
-    @contextlib.contextmanager
-    def cache_of_its_own(self, *nodes: str) -> Iterator[Path]:
-        """Yield an empty folder that these nodes, and no other test, have as their HF_HOME."""
-        folder = Path(tempfile.mkdtemp(dir=self.folder))
-        place = Path(os.environ["HF_HOME"])
-        place.mkdir(exist_ok=True)
-        enter = [self.enter(node) for node in nodes]
-        for node in enter:
-            self.cluster.shell(*node, "mount", "-n", "--bind", folder, place)
-        try:
-            yield folder
-        finally:
-            for node in enter:
-                self.cluster.shell(*node, "umount", "-n", place)
 
     def launch(self, name: str, *words: object, args: tuple = (), **env: object):
         """Start a launch file on this machine; its output goes to the run's log."""

@@ -35,7 +35,7 @@ from torch.distributed.checkpoint import filesystem
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
-from common import checkpoint, cli, data, launch, models
+from common import checkpoint, cli, data, launch, models, storage
 
 ROOT = Path(__file__).parents[1]
 SAMPLED = 6  # tokens, with those of the prompt
@@ -136,14 +136,15 @@ class Ranks:
     args and options as for `start`; an option that is a list has a value for each rank.
     """
 
-    def __init__(self, world_size: int, args: list[object], env=(), **options: object) -> None:
+    def __init__(self, world_size: int, args: list[object], **options: object) -> None:
         # As torchrun does: this process serves the store, so that no port is taken before its use.
         self.store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
         self.processes = []
         for rank in range(world_size):
             place = {**place_of(rank, world_size), "MASTER_PORT": self.store.port}
             own = {key: v[rank] if isinstance(v, list) else v for key, v in options.items()}
-            self.processes.append(start(args, env={**place, **dict(env)}, **own))
+            place |= own.pop("env", {})
+            self.processes.append(start(args, env=place, **own))
 
     def finish(self, timeout: float = 900) -> list[int]:
         """Wait for all ranks and return their exit statuses."""
@@ -378,7 +379,6 @@ def _child(
     samples_file: str | None = None,
     stdout_file: str | None = None,
     stderr_file: str | None = None,
-    pause: float = 0.0,
     kill_after_steps: int | None = None,
     signals_after_steps: tuple[int, list[int]] | None = None,
     kill_in_save: tuple[int, str] | None = None,
@@ -391,7 +391,6 @@ def _child(
     plant: called before the script runs, to plant a bug or a delay.
     samples_file: gets the indices of every optimizer step's samples, a JSON list a line.
     stdout_file, stderr_file: get what this process and its children print.
-    pause: seconds to sleep after every optimizer step, for a test that must hit the run.
     kill_after_steps: SIGKILL after so many optimizer steps of this process.
     signals_after_steps: (n, signals): after n optimizer steps this process sends itself these.
     kill_in_save: (n, stage): SIGKILL at this stage of the n-th save of this process.
@@ -408,8 +407,6 @@ def _child(
     random.seed(12345)  # the state a run must not depend on
     if samples_file:
         _note_samples(Path(samples_file)).__enter__()
-    if pause:
-        register_optimizer_step_post_hook(lambda *_: time.sleep(pause))
     if kill_after_steps:
         after_steps(kill_after_steps, _kill)
     if signals_after_steps:
@@ -487,7 +484,7 @@ def _kill_in_save(nth: int, stage: str, action=_kill) -> None:
         "writing": (filesystem, "_write_item", 5),
         "written": (filesystem.FileSystem, "rename", 1),
         "complete": (checkpoint, "_commit", 1),
-        "deleting": (checkpoint, "remove_folder", 1),
+        "deleting": (storage, "remove_folder", 1),
     }
 
     def count_and_make_room(*args: object) -> Path:

@@ -19,7 +19,6 @@ import torch.distributed as dist
 from datasets import ClassLabel, Dataset, Features, Value
 from helpers import (
     ROOT,
-    TORCHRUN,
     first_then_nightly,
     read_metrics,
     register,
@@ -89,22 +88,14 @@ def another_text(*args: object):
     return classes, splits
 
 
-def another_class(*args: object):
-    classes, splits = load_examples(*args)
-    return classes + ["wood"] * (os.environ["RANK"] == "1"), splits
-
-
 real_pad = batches._pad
 # Each bug: (right, wrong) in the script's text, or {name in the script: what to replace it by}.
 MEAN = ((LOSS, "losses.sum() / (batch['index'] >= 0).sum().clamp(min=1) / micro_batches"),)
 LAST = (("eval_loss < best_loss", "True"),)
-EVALUATION = 'splits["validation"], *eval_args)'
-NAN_EVALUATION = ((EVALUATION, f"{EVALUATION}\n            eval_loss *= math.nan"),)
 # In the second epoch, on the last rank only.
 NAN = "math.nan if epoch == 1 and rank == world_size - 1 else 1"
-NAN_GRADIENTS = ((LOSS, f"{LOSS} * ({NAN})"),)
 NAN_LOSS = (("losses.detach().sum()", f"losses.detach().sum() * ({NAN})"),)
-for bug in (MEAN, LAST, NAN_EVALUATION, NAN_GRADIENTS, NAN_LOSS):
+for bug in (MEAN, LAST, NAN_LOSS):
     register("02-ddp/train_classifier.py", bug)
 
 
@@ -158,18 +149,15 @@ class Runs:
             "left": (dynamic, {"_pad": pad_left}),
             "contrary": (contrary, ()),
             "last": (contrary, LAST),
-            "nan_gradients": (linear, NAN_GRADIENTS),
-            "nan_evaluation": (linear, NAN_EVALUATION),
         }
         two = same | {
             "another_text": (short, {"load_examples": another_text}),
-            "another_class": (short, {"load_examples": another_class}),
             "mean": (short, MEAN),
             "padded": (short, {"batches_of_rank": pad_batches}),
             "own": (short, {"gather": own_part}),
             "nan_loss": (linear, NAN_LOSS),
         }
-        self.runs = {1: alone, 2: two, 3: same}
+        self.runs = {1: alone, 2: two, 3: {"linear": (linear, ())}}
 
     def error(self, name: str, world_size: int = 1) -> str | None:
         """Return what ended a run, after it has been done if it was not done yet."""
@@ -206,7 +194,7 @@ def runs(make_folder) -> Runs:
 @pytest.mark.ci
 @pytest.mark.parametrize(
     ("head", "world_size"),
-    first_then_nightly([("linear", 2), ("linear", 3), ("none", 2), ("none", 3)]),
+    first_then_nightly([("linear", 2), ("linear", 3), ("none", 2)]),
 )
 def test_the_same_training_and_report_on_every_number_of_ranks(runs, head, world_size):
     alone = runs.metrics(head)
@@ -225,44 +213,22 @@ def test_the_same_training_and_report_on_every_number_of_ranks(runs, head, world
     assert sum(map(sum, first["confusion_matrix"])) == SIZES["test"]
 
 
-@pytest.mark.nightly
-def test_built_in_default_beats_the_largest_class(tmp_path):
-    done = run_script(
-        *(*TORCHRUN, 2, SCRIPT, "--num-epochs", 2, "--save-dir", tmp_path, "-e", "run"), timeout=900
-    )
-    assert done.returncode == 0, done.stderr
-    report = json.loads((tmp_path / "run/test_report.json").read_text())
-    assert report["classes"] == list(PACKAGES)
-    assert report["this model"]["accuracy"] > 1.3 * report["largest class"]["accuracy"]
-
-
-def test_planted_another_example_or_class_on_a_rank(runs):
-    for name, what in (("text", r"train examples with checksum \w{16}"), ("class", "classes .*")):
-        value = what.split()[-1]
-        sentence = rf"RunError: Rank 1 on \S+ has {what}, rank 0 on \S+ has {value}: use the .*\."
-        assert re.fullmatch(sentence, runs.error(f"another_{name}", 2))
-    assert "weather, wood, rank 0" in runs.error("another_class", 2)
+def test_planted_another_example_on_a_rank(runs):
+    what = r"train examples with checksum \w{16}"
+    sentence = rf"RunError: Rank 1 on \S+ has {what}, rank 0 on \S+ has \w{{16}}: use the .*\."
+    assert re.fullmatch(sentence, runs.error("another_text", 2))
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize(
-    ("name", "world_size", "step", "value"),
-    [
-        ("nan_gradients", 1, 9, "gradient norm"),
-        ("nan_loss", 2, 9, "loss"),
-        ("nan_evaluation", 1, 8, "evaluation loss"),
-    ],
-)
-def test_a_run_that_diverges_stops_and_keeps_the_best_model(runs, name, world_size, step, value):
+def test_a_run_that_diverges_stops_and_keeps_the_best_model(runs):
     """Rank 0 stops in the same step if only rank 1 has a loss that is not finite."""
-    folder = runs.folder / f"{name}-{world_size}"
-    kept = f"the best model so far, of epoch 1, is kept in {folder}/best"
-    assert runs.error(name, world_size) == (
-        f"RunError: The training has diverged: at step {step} the {value} is nan; "
-        f"{kept if step > 8 else 'no model was saved'}. Start a new run with a smaller --lr or "
-        "more --warmup-steps."
+    folder = runs.folder / "nan_loss-2"
+    assert runs.error("nan_loss", 2) == (
+        "RunError: The training has diverged: at step 9 the loss is nan; the best model so far, of "
+        f"epoch 1, is kept in {folder}/best. Start a new run with a smaller --lr or more "
+        "--warmup-steps."
     )
-    assert (folder / "best/model.safetensors").exists() == (step > 8)
+    assert (folder / "best/model.safetensors").exists()
 
 
 def test_planted_a_mean_of_each_ranks_batch(runs):
@@ -315,12 +281,11 @@ def test_transformers_pipeline_says_what_the_report_says(runs):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("head", first_then_nightly(["linear", "none"]))
-def test_first_losses_on_a_gpu_agree_with_the_cpu(tmp_path, head):
+def test_first_losses_on_a_gpu_agree_with_the_cpu(tmp_path):
     data = write_splits(tmp_path / "data", SIZES)
     found = {}
     for device, visible in (("gpu", "0"), ("cpu", "")):
-        args = (*ARGS, "-d", data, "--head", head, "--max-steps", 6)
+        args = (*ARGS, "-d", data, "--max-steps", 6)
         place = ("--save-dir", tmp_path, "-e", device)
         done = run_script(SCRIPT, *args, *place, CUDA_VISIBLE_DEVICES=visible)
         assert done.returncode == 0, done.stderr
@@ -381,18 +346,15 @@ def test_a_folder_in_the_shape_of_imdb(tmp_path):
     for examples in splits.values():
         for text, label in zip(examples.texts, examples.labels, strict=True):
             assert text.endswith(("bad", "good")[label]) and "unsupervised" not in text
-    again = load_examples(str(folder))[1]
-    assert again == splits
 
 
 @pytest.mark.check
-@pytest.mark.parametrize("suffix", ["csv", "jsonl", "parquet"])
-def test_a_table_of_your_own(tmp_path, suffix):
+def test_a_table_of_your_own(tmp_path):
     """Both splits are cut; a text that occurs twice stands in one of them."""
     texts = [f"text number {n % 90}" for n in range(180)]
     table = Dataset.from_dict({"body": [*texts, "", None], "stars": [n % 3 for n in range(182)]})
-    path = tmp_path / f"table.{suffix}"
-    getattr(table, {"jsonl": "to_json"}.get(suffix, f"to_{suffix}"))(path)
+    path = tmp_path / "table.csv"
+    table.to_csv(path)
     classes, splits = load_examples(str(path), None, "body", "stars")
     assert classes == ["0", "1", "2"]
     assert sum(map(len, splits.values())) == 180, "rows without a text are left out"
@@ -413,21 +375,19 @@ BAD_TABLES = {
 
 
 @pytest.mark.check
-@pytest.mark.parametrize("sentence", BAD_TABLES)
-def test_bad_tables(tmp_path, sentence):
-    path = tmp_path / "table.csv"
-    path.write_text(BAD_TABLES[sentence])
-    with pytest.raises(RunError, match=sentence) as error:
-        load_examples(str(path))
-    assert str(error.value).endswith(".") and "\n" not in str(error.value)
+def test_bad_tables(tmp_path):
+    for number, (sentence, content) in enumerate(BAD_TABLES.items()):
+        path = tmp_path / f"table-{number}.csv"
+        path.write_text(content)
+        with pytest.raises(RunError, match=f"{sentence}.*\\.$"):
+            load_examples(str(path))
 
 
 # --- batches ---
 
 
 @pytest.mark.check
-@pytest.mark.parametrize("world_size", [1, 2, 3, 5])
-@pytest.mark.parametrize("n", [1, 7, 50])
+@pytest.mark.parametrize(("n", "world_size"), [(1, 3), (7, 5), (50, 2), (50, 3)])
 def test_every_example_once_and_as_many_passes_on_every_rank(world_size, n):
     lengths = [random.Random(i).randrange(1, 99) for i in range(n)]
     for padding in ("grouped", "dynamic"):

@@ -13,7 +13,6 @@ from common.checkpoint import complete_checkpoints
 from common.gradients import clip_grad_norm
 
 LOG, SAVE, STEPS = 4, 8, 16
-HEAP = 200_000
 LOSS = "**batch).loss / accumulation"
 UPDATE = '        with timers("update"):\n'
 CHECK = '            check_finite(run_dir, state["step"], running_loss, grad_norm)\n'
@@ -133,55 +132,3 @@ def test_norm_is_that_of_float64_and_clips_as_pytorch_does():
     again = [p.grad.clone() for p in model.parameters()]
     clip_grad_norm(model, float("inf"))
     assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), again, strict=True))
-
-
-# --- garbage collection ---
-
-GARBAGE_BUGS = {
-    "not disabled": ("the steps", ("    gc.disable()\n", "")),
-    "old objects too": ("the objects that were searched", ("    gc.freeze()\n", "")),
-}
-for _, replaced in GARBAGE_BUGS.values():
-    register("01-single-gpu", [replaced])
-
-
-def assert_collected(folder: Path, *replaced: tuple[str, str]) -> None:
-    """In logged steps only, and nothing that was there before the training is looked at.
-
-    That is a heap of objects here. Each step makes cyclic garbage, enough for automatic
-    collections. The file `noted` gets a line for each collection: the step, and how many objects it
-    looks at.
-    """
-    noted = folder / "noted"
-    searched = "sum(len(gc.get_objects(n)) for n in range(info['generation'] + 1))"
-    note = (
-        f"{UPDATE}            if not state['step']:\n"
-        "                gc.callbacks.append(lambda phase, info: phase == 'start' and "
-        f"print(state['step'], {searched}, file=open({str(noted)!r}, 'a')))\n"
-        "            garbage = [[] for _ in range(20000)]\n"
-        "            for each in garbage:\n                each.append(each)\n"
-        "            del garbage, each\n"
-    )
-    start, end = "    gc.freeze()\n", "    progress_bar.close()\n"
-    script = [
-        (UPDATE, note),
-        (start, f"    heap = [[] for _ in range({HEAP})]\n{start}"),
-        (end, f"    gc.callbacks.clear()\n{end}"),
-        *replaced,
-    ]
-    assert run(folder, "01-single-gpu", 1, script, ()) == [0]
-    steps, searched = zip(*(map(int, line.split()) for line in noted.open()), strict=True)
-    assert set(steps) == set(range(LOG, STEPS, LOG)) | {STEPS}, f"the steps are {steps}"
-    assert max(searched) < HEAP, f"the objects that were searched are {searched}"
-
-
-@pytest.mark.ci
-def test_garbage_is_collected_in_logged_steps_only(tmp_path):
-    assert_collected(tmp_path)
-
-
-@pytest.mark.parametrize("bug", GARBAGE_BUGS)
-def test_planted_collection_is_noticed(tmp_path, bug):
-    red, replaced = GARBAGE_BUGS[bug]
-    with pytest.raises(AssertionError, match=red):
-        assert_collected(tmp_path, replaced)

@@ -159,8 +159,6 @@ def test_the_patches_fit_the_script(patch):
     """So that a change of the script that breaks a fault is noticed without a training."""
     source = (ROOT / shared.SCRIPT).read_text()
     compile(shared.apply_patch(source, patch), shared.SCRIPT, "exec")
-    with pytest.raises(AssertionError, match="must occur exactly once"):
-        shared.apply_patch(source + source, patch)
 
 
 def test_list_has_every_fault():
@@ -170,13 +168,3 @@ def test_list_has_every_fault():
     page = (ROOT / "03-multi-node/diagnosing.md").read_text()
     for fault in fault_lab.FAULTS:
         assert f"fault_lab.py {fault}\n" in page, "the page has a section on each"
-
-
-def test_bad_input(tmp_path):
-    done = run_script(LAB, "flood")
-    assert done.returncode == 2
-    assert re.search(r"argument FAULT: invalid choice: 'flood' \(choose from '?list", done.stderr)
-    (tmp_path / "file").write_text("mine")
-    done = run_script(LAB, "crash", "--output", tmp_path / "file")
-    assert done.returncode == 2 and "Cannot write to" in done.stderr
-    assert (tmp_path / "file").read_text() == "mine"

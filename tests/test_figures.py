@@ -1,21 +1,28 @@
-"""The figures of the pages: those with data are up to date, and each can be read on a phone."""
+"""The figures of the pages: their numbers are up to date, and each can be read on a phone."""
 
 import re
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 from importlib.metadata import version
+from itertools import pairwise
 from pathlib import Path
 
 import figures
 import pytest
 import report
-from helpers import ROOT
+from drawings import charts
+from helpers import CHAPTERS, ROOT
+from runner import load_script
+
+from common import models
+
+memory = load_script(ROOT / "04-fsdp/memory.py")
 
 SVG = "{http://www.w3.org/2000/svg}"
 SMALLEST = 13  # pixels, when the figure is 720 wide
-# Figures of what 04-fsdp/memory.py predicts.
-PREDICTED = [Path("01-single-gpu/chapters.svg")]
-PREDICTED += [Path(name, "figures/step_memory.svg") for name in ("01-single-gpu", "04-fsdp")]
-FILES = sorted([ROOT / "01-single-gpu/chapters.svg", *ROOT.glob("[0-9]*/figures/*.svg")])
+# The figure of the front page has no script, but numbers that change.
+FRONT = ROOT / "01-single-gpu/chapters.svg"
+FILES = sorted([FRONT, *ROOT.glob("[0-9]*/figures/*.svg")])
 REMAKE = "run .venv/bin/python tests/benchmarks/figures.py"
 
 
@@ -44,7 +51,7 @@ def complaints(content: str) -> list[str]:
 @pytest.mark.check
 def test_figures_with_measurements_are_up_to_date(tmp_path):
     """Planted: a file that is missing, and one that differs."""
-    drawn = {path: draw() for path, draw in figures.figures().items() if path not in PREDICTED}
+    drawn = figures.draw_all()
     assert figures.stale(drawn) == [], REMAKE
     kept, changed, missing, *_ = drawn
     some = {path: drawn[path] for path in (kept, changed, missing)}
@@ -57,15 +64,72 @@ def test_figures_with_measurements_are_up_to_date(tmp_path):
     assert figures.stale(some, tmp_path) == [changed, missing]
 
 
+def texts(path: Path) -> list[str]:
+    root = ElementTree.parse(path).getroot()
+    return [element.text for element in root.iter(f"{SVG}text")]
+
+
+@pytest.mark.check
+def test_the_front_figure_has_the_lines_and_speeds_of_the_chapters():
+    scripts = [report.script(chapter) for chapter in CHAPTERS]
+    lines = [f"{len(scripts[0].read_text().splitlines())} lines"]
+    for added, removed in (report.diffstat(*pair) for pair in pairwise(scripts)):
+        lines.append(f"+{added} \N{MINUS SIGN}{removed} lines")
+    assert [each for each in texts(FRONT) if each.endswith(" lines")] == lines
+    files = {"ddp_gpu": ("01-single-gpu on 1", "02-ddp on 8"), "nodes_gpu": ("02-ddp on 4",)}
+    files |= {"fsdp_options": ("selective",), "fsdp_precision_4": ("bf16, compiled",)}
+    found = {name: charts.rows_of(name) for name in files}
+    one, eight, two, sharded, mixed = (
+        found[name][label]["tokens_per_s"] for name, labels in files.items() for label in labels
+    )
+    three = found["nodes_gpu"]["03-multi-node on 4"]["tokens_per_s"]
+    assert [each for each in texts(FRONT) if "tokens/s" in each] == [
+        f"{one:,.0f} tokens/s (GPT-2)",
+        f"\N{MULTIPLICATION SIGN} {eight / one:.1f} tokens/s on 8 GPUs (GPT-2)",
+        f"{three / two:.1%} of chapter 2's tokens/s",
+        f"{sharded:,.0f} tokens/s (8B, 4 GPUs)",
+        f"{mixed:,.0f} tokens/s, \N{MULTIPLICATION SIGN} {mixed / sharded:.1f} (8B)",
+    ]
+
+
+@pytest.mark.check
+def test_the_figure_of_network_costs_starts_from_the_measured_step():
+    step = charts.rows_of("ddp_gpu")["02-ddp on 8"]
+    shown = texts(ROOT / "03-multi-node/figures/nodes_cost.svg")
+    assert f"{step['time/total']:.0f} ms" in shown
+    assert any(each.startswith(f"{step['time/backward']:.0f} ms of the all-r") for each in shown)
+
+
 @pytest.mark.ci
-def test_figures_of_predicted_memory_are_up_to_date():
+def test_figures_show_the_peak_memory_that_is_predicted():
     """Another PyTorch may save other tensors for the backward pass."""
     pins = (ROOT / "requirements.txt").read_text()
     for name in ("torch", "transformers"):
         if f"{name}=={version(name).split('+')[0]}\n" not in pins:
             pytest.skip(f"the figures are of the {name} in requirements.txt")
-    drawn = {path: figures.figures()[path]() for path in PREDICTED}
-    assert figures.stale(drawn) == [], REMAKE
+
+    def peaks(model: str, options: memory.Options, *setups: dict) -> list[float]:
+        cache, config = {}, models.load_config(model)
+        found = [memory.predict(config, replace(options, **each), cache) for each in setups]
+        return [each["peak"] / memory.GIB for each in found]
+
+    options = memory.Options(gpus=4, batch_size=1, seq_length=8192, compile=True)
+    selective = f"with {memory.CHECKPOINTING} selective"
+    names = ["Chapter 1", "Chapter 2 or 3", "Chapter 2 or 3"]
+    names += [f"Chapter {number} {selective}" for number in (4, 5)]
+    expected = peaks("llama-3.1-8b", options, *(memory.SETUPS[name] for name in names))
+    shown = [each.split(":")[0] for each in texts(FRONT) if " GiB per GPU" in each]
+    assert shown == [f"{gib:.0f} GiB per GPU" for gib in expected]
+
+    alone, four = memory.Options(seq_length=1024), memory.Options(seq_length=2048, gpus=4)
+    steps = {
+        CHAPTERS[0]: peaks("gpt2", alone, {"batch_size": 24}, {"batch_size": 8, "accumulation": 3}),
+        CHAPTERS[3]: peaks("llama-3.1-8b", four, {"sharding": "ddp"}, {"sharding": "fsdp"}),
+    }
+    for chapter, expected in steps.items():
+        shown = texts(ROOT / chapter / "figures/step_memory.svg")
+        shown = [each for each in shown if each.startswith("peak ")]
+        assert shown == [f"peak {gib:.1f} GiB" for gib in expected]
 
 
 @pytest.mark.check

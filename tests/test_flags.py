@@ -61,14 +61,14 @@ class Seen:
             if torch.is_grad_enabled():
                 self.passes.append(options["input_ids"].clone())
                 self.modes["training"].add(model.training)
-            elif "labels" in options:
+            elif "labels" in options and options["labels"].shape[1] == LENGTH:  # not check_causal's
                 self.modes["evaluation"].add(model.training)
                 self.evaluated += (options["labels"] != -100).any(dim=1).sum().item()
             return forward(model, *args, **options)
 
         def note_workers(loader, *args: object, num_workers: int = 0, **options: object) -> None:
             self.workers.add(num_workers)
-            init(loader, *args, **options)  # without them: this process may have threads
+            init(loader, *args, **{**options, "timeout": 0})  # without: this process has threads
 
         def do_not_compile(function: Callable, **_: object) -> Callable:
             self.compiled += 1

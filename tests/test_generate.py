@@ -1,16 +1,12 @@
 """What a model writes: the tokens that it says, whatever the batch, the cache and the folder."""
 
-import io
 import json
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import helpers
 import pytest
 import torch
-from helpers import ROOT, first_then_nightly
-from runner import load_script
+from helpers import ROOT, first_then_nightly, save_run
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -19,13 +15,13 @@ from transformers import (
     RepetitionPenaltyLogitsProcessor,
 )
 
-from common import checkpoint, launch, models
+from common import models
 
 SCRIPT = ROOT / "01-single-gpu/generate.py"
 NAMES = ["gpt2-tiny", "llama-tiny"]
 PROMPTS = ["def", "", "    for name in sorted(names):  # of several tokens", "class Reader:", "x"]
+GREEDY = ("--temperature", "0")
 DRAWN = ("--temperature", "1", "--top-k", "0", "--seed", "3")
-SAMPLINGS = {"greedy": ("--temperature", "0"), "drawn": DRAWN}
 
 
 def random_model(name: str) -> PreTrainedModel:
@@ -39,49 +35,36 @@ def random_model(name: str) -> PreTrainedModel:
     return model.eval()
 
 
-def save_run(run_dir: Path, name: str, model: nn.Module, step: int = 7) -> None:
-    settings = {"model": checkpoint.describe_model(model), "seq_length": 32}
-    settings |= {"param_dtype": "float32"}
-    settings["sources"] = {"model_name": name, "tokenizer_name": None}
-    helpers.save_run(run_dir, model, step, settings)
-
-
 @pytest.fixture(scope="module")
 def saved(make_folder) -> Path:
-    """Return a folder with a run of each model and one of its weights, and a file of prompts."""
+    """Return a folder with a run of each model, weights of one, a classifier, and prompts.
+
+    In step 5, the weights of the runs had the other sign.
+    """
     folder = make_folder("saved")
     for name in NAMES:
         model = random_model(name)
-        save_run(folder / name, name, model)
-        model.save_pretrained(folder / f"{name}-folder")
-        models.load_tokenizer(name).save_pretrained(folder / f"{name}-folder")
+        for step in (5, 7):
+            for parameter in model.parameters():
+                parameter.data.neg_()
+            save_run(folder / name, model, step, name)
+    model = random_model("gpt2-tiny")
+    model.save_pretrained(folder / "weights")
+    models.load_tokenizer("gpt2-tiny").save_pretrained(folder / "weights")
+    model.config.architectures = ["GPT2ForSequenceClassification"]
+    model.config.save_pretrained(folder / "classifier")
     (folder / "prompts.txt").write_text("\n".join(PROMPTS) + "\n")
     return folder
 
 
 @pytest.fixture
-def generate(monkeypatch, capfd):
-    """Return a function that runs the script in this process and returns (stdout, stderr)."""
+def ask(run_main, saved, tmp_path):
+    """Return a function that returns the facts of each text; by default of all prompts."""
 
-    def run(*args: object, stdin: str = "", plant: Callable = lambda script: None) -> tuple:
-        script = load_script(SCRIPT)
-        plant(script)
-        monkeypatch.setattr(sys, "argv", ["generate.py", *map(str, args)])
-        monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
-        capfd.readouterr()
-        script.main()
-        return capfd.readouterr()
-
-    return run
-
-
-@pytest.fixture
-def ask(generate, saved, tmp_path):
-    """Return a function that returns the facts of each text."""
-
-    def run(name: str, *args: object, **options: object) -> list[dict]:
+    def run(name: str, *args: object, plant: Callable = lambda script: None) -> list[dict]:
         output = tmp_path / "texts.jsonl"
-        generate(saved / name, "--output", output, *args, **options)
+        prompts = () if "-p" in args else ("--prompts", saved / "prompts.txt")
+        run_main(SCRIPT, saved / name, *prompts, "--output", output, *args, plant=plant)
         lines = output.read_text().splitlines()
         output.unlink()
         return [json.loads(line) for line in lines]
@@ -103,9 +86,9 @@ def likeliest(name: str, prompt: str, count: int) -> str:
 
 
 @pytest.mark.parametrize("name", first_then_nightly(NAMES))
-def test_greedy_texts_are_those_of_the_model(name, ask, saved):
+def test_greedy_texts_are_those_of_the_model(name, ask):
     """Many prompts padded to one length, with the cache, against one at a time without either."""
-    facts = ask(name, "--prompts", saved / "prompts.txt", "--temperature", 0)
+    facts = ask(name, *GREEDY)
     expected = [likeliest(name, prompt, 64) for prompt in PROMPTS]
     assert [each["text"] for each in facts] == expected
     assert [each["prompt"] for each in facts] == PROMPTS
@@ -127,25 +110,14 @@ def restart_positions(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("sampling", SAMPLINGS)
 @pytest.mark.parametrize("name", NAMES)
-def test_the_cache_changes_no_text(name, sampling, ask, saved, monkeypatch):
-    args = (name, "--prompts", saved / "prompts.txt", "--max-new-tokens", 40, *SAMPLINGS[sampling])
-    asked, made = [], PreTrainedModel.__call__
-
-    def note(self, *args: object, **kwargs: object) -> object:
-        if hasattr(self, "lm_head"):  # the whole model, not the part below
-            asked.append(kwargs["input_ids"].shape[1])
-        return made(self, *args, **kwargs)
-
-    monkeypatch.setattr(PreTrainedModel, "__call__", note)
-    with_cache = ask(*args)
-    assert asked[0] > 1 and set(asked[1:]) == {1}, "one token a step"
-    asked.clear()
-    assert ask(*args, "--no-cache") == with_cache
-    assert asked == list(range(asked[0], asked[0] + len(asked))), "all tokens in each step"
+def test_the_cache_changes_no_text(name, ask, monkeypatch):
+    """Without the cache, what is planted there changes nothing."""
+    args = (name, "--max-new-tokens", 40, *DRAWN)
+    texts = ask(*args)
     restart_positions(monkeypatch)
-    assert ask(*args) != with_cache
+    assert ask(*args, "--no-cache") == texts
+    assert ask(*args) != texts
 
 
 def no_mask(script) -> None:
@@ -173,14 +145,12 @@ def attention_of_training(script) -> None:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", first_then_nightly(NAMES))
-def test_a_batch_gives_the_texts_of_one_at_a_time(name, ask, saved, monkeypatch):
-    args = (name, "--prompts", saved / "prompts.txt", "--temperature", 0)
-    args += ("--repetition-penalty", 1.5)
+def test_a_batch_gives_the_texts_of_one_at_a_time(ask, monkeypatch):
+    args = ("gpt2-tiny", *GREEDY, "--repetition-penalty", 1.5)
     single = ask(*args, "-b", 1)
     assert any(each["new_tokens"] < 64 for each in single), "one comes to its end"
     assert ask(*args, "-b", 5) == ask(*args, "-b", 2) == single
-    # SavedCheckpoint by monkeypatch, which puts it back after the plants.
+    # By monkeypatch, which puts it back after the plants.
     monkeypatch.setattr(
         PreTrainedModel, "set_attn_implementation", PreTrainedModel.set_attn_implementation
     )
@@ -189,11 +159,9 @@ def test_a_batch_gives_the_texts_of_one_at_a_time(name, ask, saved, monkeypatch)
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("name", first_then_nightly(NAMES))
-def test_padding_is_no_text_for_the_penalty(name, ask, saved, monkeypatch):
+def test_padding_is_no_text_for_the_penalty(ask, monkeypatch):
     """Also where it counts all ids of a row, as that of transformers 5.17 does."""
-    args = (name, "--prompts", saved / "prompts.txt", "--temperature", 0)
-    args += ("--repetition-penalty", 4)
+    args = ("gpt2-tiny", *GREEDY, "--repetition-penalty", 4)
     single = ask(*args, "-b", 1)
     create = RepetitionPenaltyLogitsProcessor.__init__
     monkeypatch.setattr(
@@ -205,136 +173,54 @@ def test_padding_is_no_text_for_the_penalty(name, ask, saved, monkeypatch):
     assert ask(*args, "-b", 5, plant=pad_with_the_end) != single
 
 
-@pytest.mark.parametrize("name", first_then_nightly(NAMES))
-def test_a_run_and_its_folder_write_the_same(name, ask):
+def test_a_run_and_its_folder_write_the_same(ask):
+    """The seed and the step decide; of one token to draw from, it is the most likely one."""
     short = ("-p", "def", "--max-new-tokens", 12)
-    for args in SAMPLINGS.values():
-        texts = ask(name, *short, *args)
-        assert ask(f"{name}-folder", *short, *args) == texts
-    assert ask(name, *short, *DRAWN[:-1], "4") != texts, "the seed decides"
-    assert len({each["text"] for each in ask(name, *short, *DRAWN, "-n", 3)}) == 3
-
-
-@pytest.mark.nightly
-def test_what_is_drawn_from(ask):
-    """Each argument leaves the tokens that it should, by the probabilities of the model."""
-    model, tokenizer = random_model("gpt2-tiny"), models.load_tokenizer("gpt2-tiny")
-    ids = tokenizer("def")["input_ids"]
-    with torch.no_grad():
-        logits = model(torch.tensor([ids])).logits[0, -1]
-    order = logits.argsort(descending=True)
-    texts = [tokenizer.decode([*ids, token], skip_special_tokens=True) for token in order.tolist()]
-
-    def draw(*args: object) -> set[str]:
-        first = ("-p", "def", "--max-new-tokens", 1, "-n", 300, "-b", 300)
-        return {each["text"] for each in ask("gpt2-tiny", *first, *args)}
-
-    assert draw("--temperature", 5, "--top-k", 4) == set(texts[:4])
-    shares = (logits[order] / 0.5).softmax(0).cumsum(0)
-    nucleus = set(texts[: int((shares < 0.6).sum()) + 1])
-    drawn = draw("--temperature", 0.5, "--top-k", 0, "--top-p", 0.6)
-    assert drawn <= nucleus and len(drawn) > 1
-    assert not draw("--temperature", 5, "--top-k", 0) <= nucleus
-
-
-def other_model(name: str) -> PreTrainedModel:
-    model = random_model(name)
-    for parameter in model.parameters():
-        parameter.data.neg_()
-    return model
-
-
-@pytest.mark.nightly
-def test_newest_checkpoint_and_another_one(generate, tmp_path):
-    save_run(tmp_path / "run", "gpt2-tiny", random_model("gpt2-tiny"), 3)
-    args = (tmp_path / "run", "-p", "def", "--temperature", 0)
-    old = generate(*args)
-    names = "(model gpt2-tiny, tokenizer gpt2-tiny)"
-    assert old.err == f"step 3 of {tmp_path}/run {names}; greedy: always the most likely token\n"
-    save_run(tmp_path / "run", "gpt2-tiny", other_model("gpt2-tiny"), 5)
-    new = generate(*args)
-    assert new.err.startswith("step 5 of ") and new.out != old.out
-    assert generate(*args, "--step", 3) == old
-
-
-@pytest.mark.nightly
-def test_lines_of_stdin(generate, saved):
-    run = saved / "gpt2-tiny"
-    together = generate(run, "--temperature", 0, stdin="def\n\nclass Reader:").out
-    one_by_one = [
-        generate(run, "--temperature", 0, "-p", p).out for p in ("def", "", "class Reader:")
-    ]
-    assert together == "".join(one_by_one) and together.startswith("def")
-    assert generate(run).out == "", "nothing asked, nothing said"
-    twice = generate(run, *DRAWN, "--max-new-tokens", 9, stdin="def\ndef\n").out
-    (once, again) = twice.removeprefix("def").split("\ndef", 1)
-    assert once != again.rstrip("\n"), "a line that comes twice gets another text"
-    assert generate(run, *DRAWN, "--max-new-tokens", 9, stdin="def\ndef\n").out == twice
+    greedy, drawn = ask("gpt2-tiny", *short, *GREEDY), ask("gpt2-tiny", *short, *DRAWN)
+    assert ask("weights", *short, *GREEDY) == greedy
+    assert ask("weights", *short, *DRAWN) == drawn
+    for args in (("--seed", 4), ("--step", 5)):
+        assert ask("gpt2-tiny", *short, *DRAWN, *args) != drawn, args
+    for args in (("--top-k", 1), ("--top-p", 1e-6), ("--temperature", 1e-3)):
+        assert ask("gpt2-tiny", *short, *DRAWN, *args) == greedy, args
+    assert len({each["text"] for each in ask("gpt2-tiny", *short, *DRAWN, "-n", 3)}) == 3
 
 
 @pytest.mark.check
-def test_several_texts_have_titles(generate, saved):
-    out = generate(saved / "gpt2-tiny", "-p", "def", "-n", 2, "--max-new-tokens", 3).out
+def test_what_is_printed(run_main, saved):
+    """Lines of stdin are prompts; several texts have titles."""
+    run, short = saved / "gpt2-tiny", ("--max-new-tokens", 3)
+    together, said = run_main(SCRIPT, run, *GREEDY, *short, stdin="def\n\nclass Reader:")
+    prompts = ("def", "", "class Reader:")
+    single = [run_main(SCRIPT, run, *GREEDY, *short, "-p", prompt)[0] for prompt in prompts]
+    assert together == "".join(single) and together.startswith("def")
+    names = "(model gpt2-tiny, tokenizer gpt2-tiny)"
+    assert said == f"step 7 of {run} {names}; greedy: always the most likely token\n"
+    out, _ = run_main(SCRIPT, run, "-p", "def", "-n", 2, *short)
     assert out.startswith("--- sample 1 of 'def'\ndef") and "\n--- sample 2 of 'def'\ndef" in out
-
-
-@pytest.fixture
-def refuse(generate, monkeypatch, capfd):
-    """Return a function that expects a refusal and returns its one sentence."""
-
-    def run(*args: object) -> str:
-        monkeypatch.setattr(sys, "argv", ["generate.py", *map(str, args)])
-        monkeypatch.setattr(sys, "stdin", io.StringIO("def\n"))
-        capfd.readouterr()
-        with pytest.raises(SystemExit) as exit_:
-            launch.run(load_script(SCRIPT).main)
-        out, err = capfd.readouterr()
-        assert exit_.value.code == 2 and not out, err
-        *said, sentence = err.splitlines()
-        assert all(line.startswith("step 7 of ") for line in said) and sentence.endswith("."), err
-        return sentence
-
-    return run
 
 
 @pytest.mark.nightly
 def test_bad_input(refuse, saved, tmp_path):
     run, text = saved / "gpt2-tiny", "word of " * 40
-    assert refuse(tmp_path / "nope") == f"There is no nope in {tmp_path}: give another folder."
-    assert "There is no model at '/no/such/run'" in refuse("/no/such/run")
-    assert "neither a run's folder with a complete checkpoint (it has no state.json)" in refuse(
-        saved
-    )
-    assert "The preset gpt2-tiny has no weights: give a run's folder" in refuse("gpt2-tiny")
-    assert "another model than llama-tiny: give -m" in refuse(run, "-m", "llama-tiny")
-    assert "keeps no checkpoint of step 3: give one of 7" in refuse(run, "--step", 3)
-    assert "leave out --step" in refuse(saved / "gpt2-tiny-folder", "--step", 3)
-    length = len(models.load_tokenizer("gpt2-tiny")(text)["input_ids"])
-    assert refuse(run, "-p", text) == (
-        f"The prompt {text[:30]!r} has {length} tokens and the model has 128 positions: "
-        f"give --max-new-tokens {128 - length} or less."
-    )
-    assert refuse(run, "-p", text * 4).endswith("the model has 128 positions: shorten the prompt.")
-    greedy = ("-p", "", "--temperature", 0)
-    assert "--temperature 0 always gives the same text" in refuse(run, *greedy, "-n", 2)
-    assert "nope.txt cannot be read ([Errno 2]" in refuse(run, "--prompts", tmp_path / "nope.txt")
+    room = 128 - len(models.load_tokenizer("gpt2-tiny")(text)["input_ids"])
     (tmp_path / "latin.txt").write_bytes(b"Stra\xdfe")
-    assert "cannot be read ('utf-8' codec" in refuse(run, "--prompts", tmp_path / "latin.txt")
     (tmp_path / "thesis").write_text("the only copy")
-    assert "thesis already exists" in refuse(run, "--output", tmp_path / "thesis")
-    assert "cannot be written" in refuse(run, "--output", tmp_path / "nope/texts.jsonl")
-    (tmp_path / "prompts").write_text(f"def\n{text}\n")
-    refuse(run, "--prompts", tmp_path / "prompts", "--output", tmp_path / "texts.jsonl")
-    names = {path.name for path in tmp_path.iterdir()}
-    assert names == {"latin.txt", "thesis", "prompts"}, "and no file with nothing in it"
-    assert (tmp_path / "thesis").read_text() == "the only copy"
-
-
-@pytest.mark.check
-def test_a_classifier_is_refused(refuse, tmp_path):
-    config = models.load_config("gpt2-tiny")
-    config.architectures = ["GPT2ForSequenceClassification"]
-    config.save_pretrained(tmp_path)
-    assert refuse(tmp_path) == (
-        f"{tmp_path} is a classifier, not a language model: give another folder."
-    )
+    for args, sentence in (
+        ((tmp_path / "nope",), f"There is no nope in {tmp_path}: give another folder."),
+        (("/no/such/run",), "There is no model at '/no/such/run'"),
+        ((saved,), "neither a run's folder with a complete checkpoint (it has no state.json)"),
+        ((saved / "classifier",), "classifier is a classifier, not a language model"),
+        (("gpt2-tiny",), "The preset gpt2-tiny has no weights: give a run's folder"),
+        ((run, "-m", "llama-tiny"), "another model than llama-tiny: give -m"),
+        ((run, "--step", 3), "keeps no checkpoint of step 3: give one of 5, 7."),
+        ((saved / "weights", "--step", 3), "leave out --step."),
+        ((run, "-p", text), f"128 positions: give --max-new-tokens {room} or less."),
+        ((run, "-p", text * 4), "the model has 128 positions: shorten the prompt."),
+        ((run, *GREEDY, "-n", 2), "--temperature 0 always gives the same text"),
+        ((run, "--prompts", tmp_path / "nope.txt"), "nope.txt cannot be read ([Errno 2]"),
+        ((run, "--prompts", tmp_path / "latin.txt"), "cannot be read ('utf-8' codec"),
+        ((run, "--output", tmp_path / "thesis"), "thesis already exists"),
+        ((run, "--output", tmp_path / "nope/texts.jsonl"), "cannot be written"),
+    ):
+        assert sentence in refuse(SCRIPT, *args, stdin="def\n")

@@ -84,18 +84,15 @@ def test_fsdp_hides_what_a_block_computes():
 
 
 @pytest.mark.check
-def test_the_committed_file_is_of_todays_formulas_and_files():
+def test_the_committed_file_is_of_todays_formulas():
     found = report.content(ROOT / report.result("growth"))
     inputs = json.loads((ROOT / "05-mixed-precision/growth.json").read_text())
-    bus = growth_check.measured_bus()
-    assert inputs["bus"] == pytest.approx(bus)
+    bus = inputs["bus"]
     stale = f"run python tests/benchmarks/growth_check.py --output {report.result('growth')}"
     for row, now in zip(found["paper"], growth_check.paper(bus, inputs["works"]), strict=True):
         assert row == pytest.approx(now), stale
     for row, now in zip(found["limits"], growth_check.limits(bus, inputs["works"]), strict=True):
         assert row == pytest.approx(now), stale
-    for title, each in growth_check.works().items():
-        assert inputs["works"][title]["work"] == pytest.approx(each["work"]), stale
 
 
 @pytest.mark.check

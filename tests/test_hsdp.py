@@ -3,17 +3,19 @@
 Two launchers on one machine are two nodes, as far as torchrun and the script are concerned.
 """
 
+import contextlib
+import json
 import re
 import signal
 import subprocess
-from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+import torch
 from cluster import PATIENCE_S
 from helpers import (
     ROOT,
-    TWO_BY_TWO,
     Ladder,
     Run,
     assert_chapter_1,
@@ -23,65 +25,44 @@ from helpers import (
     free_port,
     newest_step,
     register,
-    run_on_nodes,
     selected_runs,
 )
-from jobs import NODES, PAUSE, Lab, note_samples
-from runner import finish, start
+from runner import Ranks
 from torch.distributed.checkpoint import FileSystemReader
+from torch.optim.optimizer import register_optimizer_step_post_hook
 
 CHAPTER = "04-fsdp"
-JOB = "04-fsdp/job.sbatch"
+# By the number of ranks, which are on two nodes: the place of each rank.
+PLACES = {
+    2 * n: 2 * [{"LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": n} for rank in range(n)] for n in (1, 2, 3)
+}
 
 
-def read_layout(run_dir: Path) -> dict[str, list[tuple[int, list[int], int]]]:
-    """Return the parts of each weight in a run's newest checkpoint, in order.
-
-    Each is (first row, shape, rank that wrote it). Of ranks that hold the same, one writes it.
-    """
+def parts_of_weights(run_dir: Path) -> set[int]:
+    """Return in how many parts weights are in a run's newest checkpoint."""
     path = run_dir / f"checkpoints/step-{newest_step(run_dir):08d}"
-    saved = FileSystemReader(path).read_metadata()
-    writers = {}
-    for index, stored in saved.storage_data.items():
-        if index.offset is not None:
-            writers[index.fqn, index.offset] = int(stored.relative_path.split("_")[2])
-    layout = defaultdict(list)
-    for name, tensor in saved.state_dict_metadata.items():
-        if name.startswith("model."):
-            for part in tensor.chunks:
-                writer = writers[name, part.offsets]
-                layout[name].append((part.offsets[0], [*part.sizes], writer))
-    return {name: sorted(parts) for name, parts in layout.items()}
+    saved = FileSystemReader(path).read_metadata().state_dict_metadata
+    return {len(tensor.chunks) for name, tensor in saved.items() if name.startswith("model.")}
 
 
-def assert_sharded_within_nodes(run_dir: Path) -> None:
-    """Two parts of each weight: the first on the first ranks of the nodes, the other on the second.
+@contextlib.contextmanager
+def note_mesh(path: str) -> Iterator[None]:
+    """Note the ranks on which the weights are, by node, and how they are placed there."""
 
-    Both nodes write some: were the parts on one node only, the other one would have nothing.
-    """
-    layout = read_layout(run_dir)
-    assert len(layout) > 10
-    writers = defaultdict(set)
-    for name, parts in layout.items():
-        assert len(parts) == 2, f"{name} is in {len(parts)} parts"
-        (first, above, _), (second, below, _) = parts
-        rows = above[0] + below[0]
-        assert (first, second) == (0, above[0]) and above[0] == -(-rows // 2), name
-        assert above[1:] == below[1:]
-        for half, (_, _, writer) in enumerate(parts):
-            writers[half].add(writer)
-    assert dict(writers) == {0: {0, 2}, 1: {1, 3}}, "the parts are not where they should be"
+    def write(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        weight = optimizer.param_groups[0]["params"][0]
+        found = [weight.device_mesh.mesh.tolist(), *map(repr, weight.placements)]
+        Path(path).write_text(json.dumps(found))
+
+    handle = register_optimizer_step_post_hook(write)
+    yield
+    handle.remove()
 
 
 @pytest.fixture(scope="module")
 def ladder(request, make_folder) -> Ladder:
-    """On two nodes, whatever the number of ranks."""
-    places = {
-        2 * n: 2 * [{"LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": n} for rank in range(n)]
-        for n in (1, 2, 3)
-    }
     chosen = selected_runs(request)
-    return Ladder(make_folder("hsdp"), chosen, model="gpt2-narrow", places=places)
+    return Ladder(make_folder("hsdp"), chosen, model="gpt2-narrow", places=PLACES)
 
 
 def alone(ladder: Ladder) -> str:
@@ -95,21 +76,23 @@ def test_two_launchers_on_one_machine_are_two_nodes(ladder):
     nodes = [subprocess.Popen([str(word) for word in words], env=env) for _ in range(2)]
     assert [node.wait(PATIENCE_S) for node in nodes] == [0, 0]
     assert_same_losses(ladder.metrics(alone(ladder)), ladder.metrics("launchers"))
-    assert_sharded_within_nodes(ladder.folder / "launchers")
+    assert parts_of_weights(ladder.folder / "launchers") == {2}
 
 
 def assert_two_dimensions(ladder: Ladder, run: Run) -> None:
     """The training of chapter 1, and the parts of the weights are within each node."""
-    layout = read_layout(ladder.folder / ladder.run(run))
-    for name, parts in layout.items():
-        assert len(parts) == run.world_size // 2, f"{name} is in {len(parts)} parts"
-    if run.world_size == 4:
-        assert_sharded_within_nodes(ladder.folder / run.name)
+    ladder.run(run)
+    n = run.world_size // 2
+    for notes in ladder.notes(run):
+        mesh, *placements = json.loads(Path(notes).read_text())
+        assert mesh == [[*range(n)], [*range(n, 2 * n)]], "the nodes are others"
+        assert placements == ["Replicate()", "Shard(dim=0)"]
+    assert parts_of_weights(ladder.folder / run.name) == {n}
     assert_chapter_1(ladder, run)
 
 
 def two_dimensions(world_size: int, *args: object, bug: tuple[str, str] | None = None) -> Run:
-    return Run(CHAPTER, world_size, ("-b", 4, "--hsdp", *args), (bug,) if bug else ())
+    return Run(CHAPTER, world_size, ("-b", 4, "--hsdp", *args), (bug,) if bug else (), note_mesh)
 
 
 @pytest.mark.parametrize(
@@ -129,23 +112,18 @@ def test_same_training_in_two_dimensions(ladder, run):
 
 
 MESH = 'sharding["mesh"] = mesh_of_nodes(device)'
-SYNC = "model.set_requires_gradient_sync(last_backward or args.reduce_every_backward)"
 # By name: what must be red, and what is replaced in the script.
 BUGS = {
-    "never averaged over nodes": ("the loss differ", (MESH, f'{MESH}["shard"]')),
+    "never averaged over nodes": ("the nodes are others", (MESH, f'{MESH}["shard"]')),
     "nodes and ranks swapped": (
-        "the parts are not where",
+        "the nodes are others",
         (
             MESH,
             "mesh = mesh_of_nodes(device); names = mesh.mesh_dim_names; "
             "sharding['mesh'] = type(mesh)('cpu', mesh.mesh.T, mesh_dim_names=names)",
         ),
     ),
-    "one dimension": ("is in 4 parts", ("if args.hsdp:", "if False:")),
-    "a block without the second sum": (  # FSDP then gives it no gradients at all
-        "the loss differ",
-        (SYNC, f"{SYNC}; layers[0].set_requires_all_reduce(False)"),
-    ),
+    "one dimension": ("the nodes are others", ("if args.hsdp:", "if False:")),
 }
 for _, bug in BUGS.values():
     register(CHAPTER, [bug])
@@ -160,59 +138,26 @@ def test_planted_bug_is_noticed(ladder, red, run):
 
 
 @pytest.mark.parametrize(
-    ("chapter", "nodes"),
+    ("chapter", "ranks", "args", "places"),
     [
-        pytest.param(CHAPTER, (0, 1), marks=pytest.mark.ci, id="one node"),
-        pytest.param(CHAPTER, TWO_BY_TWO, marks=pytest.mark.nightly, id="two nodes"),
-        pytest.param("01-single-gpu", (0,), marks=pytest.mark.nightly, id="chapter 1"),
+        pytest.param(CHAPTER, 2, (), {}, marks=pytest.mark.ci, id="one node"),
+        pytest.param(CHAPTER, 4, ("--hsdp",), PLACES[4], marks=pytest.mark.nightly, id="two nodes"),
+        pytest.param("01-single-gpu", 1, (), {}, marks=pytest.mark.nightly, id="chapter 1"),
     ],
 )
-def test_a_run_that_was_stopped_goes_on_anywhere(ladder, chapter, nodes):
+def test_a_run_that_was_stopped_goes_on_anywhere(ladder, chapter, ranks, args, places):
     """One rank is told to stop after step 7, all of them save; the rest is trained elsewhere."""
-    name = f"stopped-{chapter}-{len(nodes)}"
+    name = f"stopped-{chapter}-{ranks}"
     signals = [None, None, None, (7, [signal.SIGUSR1])]
     stderr = [str(ladder.folder / f"{name}-{rank}.stderr") for rank in range(4)]
     options = {"chapter": CHAPTER, "signals_after_steps": signals, "stderr_file": stderr}
     flags = ladder.flags(name, "-b", 4)
-    assert run_on_nodes(TWO_BY_TWO, [*flags, "--hsdp"], **options) == [75] * 4
+    assert Ranks(4, [*flags, "--hsdp"], env=PLACES[4], **options).finish() == [75] * 4
     assert "Told to stop; saved after step 7" in Path(stderr[0]).read_text()
-    assert_sharded_within_nodes(ladder.folder / name)
-    args = ["--hsdp"] if nodes == TWO_BY_TWO else []
-    assert run_on_nodes(nodes, [*flags, *args], chapter=chapter) == [0] * len(nodes)
+    assert parts_of_weights(ladder.folder / name) == {2}
+    resumed = Ranks(ranks, [*flags, *args], chapter=chapter, env=places)
+    assert resumed.finish() == [0] * ranks
     assert_same_losses(ladder.metrics(alone(ladder)), ladder.metrics(name))
-
-
-# --- on a cluster ---
-
-
-@pytest.fixture(scope="module")
-def lab(cluster, make_folder) -> Lab:
-    """With chapter 1's run."""
-    lab = Lab(cluster, make_folder("hsdp-lab"))
-    notes = {"NOTES": lab.environment("straight")["NOTES"]}
-    assert finish(start(lab.flags("straight"), env=notes, plant=note_samples)) == 0
-    return lab
-
-
-@pytest.mark.nightly
-def test_same_losses_on_two_nodes_of_two_ranks(lab):
-    """Told to stop, the job saves, goes back to the queue, and goes on when it starts again."""
-    job = lab.submit(JOB, "hsdp", "--hsdp", PAUSE=PAUSE)
-    lab.wait_for_step("hsdp", 10)
-    lab.cluster.shell("scancel", "--signal=USR1", job)
-    assert lab.ends(job) == "COMPLETED", lab.log("hsdp")
-    assert lab.cluster.job(job)["Restarts"] == "1"
-    assert len(lab.stops("hsdp")) == 1
-    lab.assert_same("hsdp", "straight", exact=False)
-    norms = [[line["grad_norm"] for line in lab.metrics(name)] for name in ("hsdp", "straight")]
-    assert norms[0] == pytest.approx(norms[1], rel=1e-3)
-    assert lab.hosts("hsdp") == sorted(4 * NODES)
-    assert_sharded_within_nodes(lab.folder / "hsdp")
-    # torchrun's folders of logs say on which node a rank was.
-    logs = lab.folder.glob("hsdp/logs/*/*/attempt_0/*/stderr.log")
-    nodes = {path.parts[-5]: path.parent.name for path in logs if "step 24/24" in path.read_text()}
-    assert nodes == {"node1": "0"}, "rank 0 is the first one of the first node"
-    assert f"to resume it after a stop: sbatch {JOB} " in lab.log("hsdp")
 
 
 @pytest.mark.check

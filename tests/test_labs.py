@@ -41,7 +41,7 @@ def test_prints_again_what_is_stored(lab):
 
 
 @pytest.mark.ci
-def test_the_rank_that_failed_first_is_shown():
+def test_an_error_of_a_rank_is_shown():
     source = "import torch.distributed as dist\ndist.init_process_group('gloo')\ndist.barrier()\n"
     source += "if dist.get_rank() == 1:\n    raise ValueError('the cause')\ndist.barrier()\n"
     with pytest.raises(RuntimeError, match="ValueError: the cause"):

@@ -8,28 +8,14 @@ from cluster import Cluster, need_cluster
 
 
 @pytest.mark.ci
-def test_nodes_have_names_addresses_and_ssh_and_status_shows_them(cluster):
+def test_nodes_have_names_addresses_and_ssh(cluster):
     """The jobs of test_multi_node.py show that the cluster requeues, preempts and loses nodes."""
     seen = cluster.shell("srun", "-N2", "bash", "-c", "echo $(hostname) $(hostname -I)").split("\n")
     assert sorted(seen) == [f"node{k} {cluster.network}.{k}" for k in (1, 2)]
-    known = cluster.run("node2", "getent", "hosts", "node1", "node2", "controller", "login")
-    assert [line.split() for line in known.split("\n")] == [
-        [f"{cluster.network}.{last}", name]
-        for last, name in [(1, "node1"), (2, "node2"), (254, "controller"), (253, "login")]
-    ]
     ssh = ("ssh", "-F", str(cluster.ssh_config))
     onward = cluster.run("node1", *ssh, "node2", "hostname; sinfo -h")
     assert onward.split("\n")[0] == "node2"
     assert "node[1-2]" in onward, "SLURM_CONF is not set in an ssh session"
-    job = cluster.sbatch("-N2", "-o", "/dev/null", "--job-name", "listed", "--wrap", "sleep 60")
-    cluster.wait(job, "RUNNING")
-    result = cluster.script("status")
-    cluster.shell("scancel", job)
-    assert result.returncode == 0
-    node1, node2, *jobs = result.stdout.splitlines()
-    assert node1.split() == ["node1", f"{cluster.network}.1", "mixed", "reachable"]
-    assert node2.split() == ["node2", f"{cluster.network}.2", "mixed", "reachable"]
-    assert any("listed" in line and "node[1-2]" in line for line in jobs)
 
 
 # --- what is left, on a machine of its own: its /run, its network and its processes start empty ---
@@ -95,7 +81,6 @@ def machine():
 def test_down_leaves_nothing_behind_of_running_jobs_either(machine):
     before = machine.footprint()
     machine.up(3)
-    assert sorted(machine.shell("srun", "-N3", "hostname").split()) == ["node1", "node2", "node3"]
     # One process of the job has left its session, as a daemon does.
     wrap = "srun bash -c 'setsid sleep 500 & sleep 500'"
     machine.sbatch("-N3", "-o", "/dev/null", "--wrap", wrap)
@@ -109,8 +94,6 @@ def test_down_leaves_nothing_behind_of_running_jobs_either(machine):
     assert (result.returncode, result.stdout) == (0, "The cluster is down.\n")
     result = machine.script("down")
     assert (result.returncode, result.stdout) == (0, "No cluster was up.\n")
-    result = machine.script("status")
-    assert (result.returncode, result.stdout) == (1, "No cluster is up.\n")
 
 
 # --- bad input: one sentence, status 2, nothing done ---
@@ -123,29 +106,15 @@ def refusal(result: subprocess.CompletedProcess) -> str:
 
 
 def test_bad_arguments():
-    say = "Say what to do: local_cluster.sh up [NODES], status or down."
-    number = "NODES must be a number from 1 to 9, not '{}'."
-    for args, sentence in (
-        ([], say),
-        (["start"], say),
-        (["down", "2", "3"], say),
-        (["up", "two"], number.format("two")),
-        (["up", "0"], number.format("0")),
-        (["up", "10"], number.format("10")),
-    ):
-        assert refusal(Cluster("tests", "10.99.0").script(*args)) == sentence
+    script = Cluster("tests", "10.99.0").script
+    say = "Say what to do: local_cluster.sh up [NODES] or down."
+    assert refusal(script()) == refusal(script("down", "2", "3")) == say
+    assert refusal(script("up", "10")) == "NODES must be a number from 1 to 9, not '10'."
 
 
 @pytest.mark.ci
 def test_up_takes_nothing_that_something_else_uses(machine, tmp_path):
-    """Its settings first, its folder, its name, its network, and a cluster that is up."""
-    for setting in (
-        {"LOCAL_CLUSTER_DIR": "/no/such/folder"},
-        {"LOCAL_CLUSTER_NAME": "much-too-long"},
-        {"LOCAL_CLUSTER_NETWORK": "10.77.0.0/24"},
-    ):
-        sentence = "LOCAL_CLUSTER_DIR, _NAME, _NETWORK must be like /run/local-cluster, lab, 10.77."
-        assert refusal(machine.script("up", **setting)) == sentence + "0."
+    """Its folder, its name, its network, and a cluster that is up."""
     (tmp_path / "precious").touch()
     result = machine.script("up", LOCAL_CLUSTER_DIR=str(tmp_path))
     assert "belongs to no cluster" in refusal(result)

@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 from cluster import PATIENCE_S, give_up
 from helpers import EVALUATED_LITTLE, ROOT, blocks, environment, read_metrics, replace_in
-from jobs import JOB, JOB_SRUN, NODES, PAUSE, REAL, STEPS, Lab, note_samples
+from jobs import JOB, JOB_SRUN, NODES, PAUSE, STEPS, Lab, note_samples
 from runner import Ranks, finish, start
 from transformers import AutoTokenizer
 
@@ -77,13 +77,9 @@ def test_same_losses_with_job_sbatch(lab):
 
 @pytest.mark.nightly
 def test_same_losses_with_job_srun_sbatch(lab):
-    """All tasks share a cache: one of them prepares the data."""
-    with lab.cache_of_its_own(*NODES) as cache:
-        job = lab.submit(JOB_SRUN, "srun")
-        assert lab.ends(job) == "COMPLETED", lab.log("srun")
+    job = lab.submit(JOB_SRUN, "srun")
+    assert lab.ends(job) == "COMPLETED", lab.log("srun")
     assert_two_by_two(lab, "srun")
-    kept = (cache / "tokens").iterdir()
-    assert sorted(path.suffix for path in kept) == ["", ".lock"]
 
 
 @pytest.mark.nightly
@@ -126,30 +122,16 @@ def test_same_losses_with_launch_ssh(lab):
 # --- a run that is hit, on two nodes of one rank: bit by bit the run that was not ---
 
 
-def hit(
-    lab: Lab,
-    job: str | Path,
-    name: str,
-    *options: str,
-    args: tuple = (),
-    step: int = 10,
-    **env: object,
-) -> str:
-    """Submit a slow job of one rank on each node, wait for a step, and return the job's number."""
+def submit_slow(lab: Lab, name: str, *args: object, options: tuple = ()) -> str:
+    """Submit a slow job of one rank on each node; return its number once it has begun to train."""
     lab.wait_until_idle()
-    env = {"NPROC_PER_NODE": 1, "PAUSE": PAUSE, **env}
-    number = lab.submit(job, name, *args, options=options, **env)
-    lab.wait_for_step(name, step)
+    number = lab.submit(JOB, name, *args, options=options, NPROC_PER_NODE=1, PAUSE=PAUSE)
+    lab.wait_for_step(name, 1)
     return number
 
 
 def restarts(lab: Lab, job: str) -> int:
     return int(lab.cluster.job(job)["Restarts"])
-
-
-def warning(lab: Lab, number: str) -> None:
-    """What Slurm sends before the end of the job's time."""
-    lab.cluster.shell("scancel", "--signal=USR1", number)
 
 
 def preemption(lab: Lab, number: str) -> None:
@@ -163,7 +145,7 @@ def kill_9_of_a_worker(lab: Lab, number: str) -> None:
 
 
 def kill_9_of_the_first_launcher(lab: Lab, number: str) -> None:
-    """Its processes go with it, and the step of Slurm ends. test_soak.py kills the other one."""
+    """Its processes go with it, and the step of Slurm ends."""
     (agent,) = lab.processes("node1", "-m torch.distributed.run")
     (worker,) = lab.workers("node1")
     os.kill(agent, signal.SIGKILL)
@@ -186,41 +168,33 @@ def cable_out_until_it_is_missed(lab: Lab, number: str) -> None:
 NOBODY, TORCHRUN, QUEUE = "nobody", "torchrun", "the queue"
 
 
-def hit_again_and_again(lab: Lab, job: str, name: str, hits: list[tuple]) -> None:
-    """Hit one run several times; in the end it must be the run that was not hit.
-
-    hits: (step, what happens after it, who then starts the ranks again).
-    """
-    number = hit(lab, job, name, step=1, **REAL)
-    starts_again = []
-    for step, strike, who in hits:
-        lab.wait_for_step(name, step)
-        strike(lab, number)
-        starts_again += [who] if who != NOBODY else []
-        resumed = len(starts_again)
-        lab.wait_for(lambda n=resumed: lab.log(name).count("resumed after step") == n)
-    assert lab.ends(number) == "COMPLETED", lab.log(name)
-    assert restarts(lab, number) == starts_again.count(QUEUE)
-    warned = sum(strike in (warning, preemption) for _, strike, _ in hits)
-    assert len(lab.stops(name)) >= warned
-    assert not (lab.folder / name / "requeue").exists()
-    lab.assert_same(name, "straight", exact=True)
-
-
 @pytest.mark.ci
 def test_all_that_a_job_survives(lab):
-    """A launcher that is killed takes its ranks with it; those of the other node then end too.
+    """Hit several times, it is in the end the run that was not hit.
 
-    test_hsdp.py sends a job the warning that its time is over.
+    A launcher that is killed takes its ranks with it; those of the other node then end too. The
+    pipeline below is sent the warning that its time is over.
     """
-    hits = [
+    hits = [  # (step, what happens after it, who then starts the ranks again)
         (5, kill_9_of_a_worker, TORCHRUN),
         (7, cable_out_for_a_second, NOBODY),
         (9, preemption, QUEUE),
         (15, kill_9_of_the_first_launcher, QUEUE),
         (19, cable_out_until_it_is_missed, QUEUE),
     ]
-    hit_again_and_again(lab, JOB, "survives", hits)
+    number = submit_slow(lab, "survives")
+    starts_again = []
+    for step, strike, who in hits:
+        lab.wait_for_step("survives", step)
+        strike(lab, number)
+        starts_again += [who] if who != NOBODY else []
+        resumed = len(starts_again)
+        lab.wait_for(lambda n=resumed: lab.log("survives").count("resumed after step") == n)
+    assert lab.ends(number) == "COMPLETED", lab.log("survives")
+    assert restarts(lab, number) == starts_again.count(QUEUE)
+    assert lab.stops("survives")
+    assert not (lab.folder / "survives/requeue").exists()
+    lab.assert_same("survives", "straight", exact=True)
 
 
 @pytest.mark.nightly
@@ -229,7 +203,8 @@ def test_cable_of_rank_0_pulled(lab):
 
     The old rank 0 lives on where nothing reaches it, and holds the run until its group times out.
     """
-    number = hit(lab, JOB, "cable", "--nodes=1-2", args=("--dist-timeout", 20))
+    number = submit_slow(lab, "cable", "--dist-timeout", 20, options=("--nodes=1-2",))
+    lab.wait_for_step("cable", 10)
     lab.cluster.cut("node1")
     try:
         assert lab.ends(number, timeout=PATIENCE_S) == "COMPLETED", lab.log("cable")
@@ -256,7 +231,7 @@ def test_elastic(lab):
     # A node needs some seconds to come, more on a busy machine: the first waits for it, and the run
     # must not be over when it comes back.
     env = {"NNODES": "1:2", "HEAD": "node1:29400", "NPROC_PER_NODE": 1, "PAUSE": 1.5}
-    env |= {"MAX_RESTARTS": 3, "LAST_CALL": 8, **REAL}
+    env |= {"MAX_RESTARTS": 3, "LAST_CALL": 8}
 
     def launch(node: str) -> subprocess.Popen:
         return lab.launch("elastic", *lab.enter(node), *words, **env)
@@ -358,9 +333,9 @@ COMMENT = "our own words, first try"
 RESULTS = ("tokenizer", "evaluation.json", "model", "samples.jsonl")
 
 
-def submit_pipeline(lab: Lab, name: str, *args: object, **env: object) -> str:
+def submit_pipeline(lab: Lab, **env: object) -> str:
     own = {"VOCAB_SIZE": 300, "PROMPT": "Text number 7", "NPROC_PER_NODE": 1, **env}
-    return lab.submit(PIPELINE, name, *args, options=("--comment", COMMENT), **own)
+    return lab.submit(PIPELINE, "whole", options=("--comment", COMMENT), **own)
 
 
 @pytest.mark.nightly
@@ -369,9 +344,9 @@ def test_pipeline_from_text_to_a_sample(lab):
 
     Each start adds its comment.
     """
-    job = submit_pipeline(lab, "whole", PAUSE=0.3)
+    job = submit_pipeline(lab, PAUSE=0.3)
     lab.wait_for_step("whole", 6)
-    warning(lab, job)
+    lab.cluster.shell("scancel", "--signal=USR1", job)  # as Slurm before the end of its time
     assert lab.ends(job) == "COMPLETED", lab.log("whole")
     assert restarts(lab, job) == 1
     run = lab.folder / "whole"
@@ -388,7 +363,7 @@ def test_pipeline_from_text_to_a_sample(lab):
     assert f" job {job}: {COMMENT} (-e whole " in line
     before = {name: (run / name).stat().st_mtime_ns for name in RESULTS}
     (run / "samples.jsonl").unlink()
-    job = submit_pipeline(lab, "whole")
+    job = submit_pipeline(lab)
     assert lab.ends(job) == "COMPLETED", lab.log("whole")
     after = {name: (run / name).stat().st_mtime_ns for name in RESULTS}
     assert {name for name in RESULTS if before[name] != after[name]} == {"samples.jsonl"}

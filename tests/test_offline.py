@@ -5,9 +5,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import threading
-from collections.abc import Iterator
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -111,7 +108,8 @@ def test_launch_file_works_from_anywhere_and_reaches_for_nothing(
     assert done.returncode == 0, done.stderr
     assert tried <= LOCAL | {socket.gethostname(), socket.getfqdn()}, tried
     assert read_metrics(save_dir / "run")[-1]["step"] == 4
-    assert len(list((save_dir / "run/wandb").glob("offline-run-*"))) == 1, "of rank 0"
+    (tracked,) = (save_dir / "run/wandb").glob("offline-run-*")  # of rank 0
+    assert list(tracked.glob("*.wandb")) and list(tracked.glob("files/code/**/train_llm.py"))
     assert "terminate called without an active exception" not in done.stderr
     assert f"bash {file.relative_to(copy)} --save-dir {save_dir} -e run" in done.stderr, "to resume"
     if chapter != CHAPTERS[0]:
@@ -137,75 +135,3 @@ def test_the_hub_out_of_reach_is_said_at_once(cut_off, tmp_path):
     assert "Retrying" not in done.stderr and "Traceback" not in done.stderr
     assert "huggingface.co" in tried, "the check itself works"
     assert not (tmp_path / "outputs").exists()
-
-
-# --- a hub that answers ---
-
-
-class Hub(BaseHTTPRequestHandler):
-    """A hub with the configuration of one model, someone/tiny."""
-
-    config = (ROOT / "common/presets/gpt2-tiny/config.json").read_bytes()
-
-    def do_HEAD(self) -> None:
-        self.do_GET()
-
-    def do_GET(self) -> None:
-        known = self.path == "/someone/tiny/resolve/main/config.json"
-        content = self.config if known else b""
-        self.send_response(200 if known or self.path == "/" else 404)
-        self.send_header("Content-Length", str(len(content)))
-        self.send_header("ETag", '"1"')
-        self.send_header("X-Repo-Commit", "0" * 40)
-        if not known:
-            self.send_header("X-Error-Code", "RepoNotFound")
-        self.end_headers()
-        if self.command == "GET":
-            self.wfile.write(content)
-
-    def log_message(self, *_: object) -> None:
-        """Say nothing of each request."""
-
-
-@pytest.fixture
-def hub() -> Iterator[str]:
-    """Start the hub on this machine and return its address."""
-    with ThreadingHTTPServer(("127.0.0.1", 0), Hub) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        yield f"http://127.0.0.1:{server.server_port}"
-        server.shutdown()
-
-
-ASK = """
-from common import models
-print(models.load_config("someone/tiny").n_embd)
-def ask_for_another():
-    try:
-        models.load_config("someone/else")
-    except models.RunError as error:
-        print(error)
-ask_for_another()
-models.hub_is_reachable.cache_clear()
-models.constants.ENDPOINT = "http://127.0.0.1:9"  # the planted fault: nothing listens there
-ask_for_another()
-"""
-
-
-@pytest.mark.ci
-def test_a_hub_that_answers_is_asked(hub, tmp_path):
-    """For a model that it has, and for one that it has not."""
-    variables = {key: value for key, value in os.environ.items() if key != "HF_HUB_OFFLINE"}
-    variables |= {"HF_ENDPOINT": hub, "HF_HOME": str(tmp_path), "NO_PROXY": "127.0.0.1"}
-    done = subprocess.run(
-        [sys.executable, "-c", ASK],
-        cwd=ROOT,
-        env=variables,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr
-    width, unknown, out_of_reach = done.stdout.splitlines()
-    assert width == "128"
-    assert "someone/else" in unknown and "cannot be reached" not in unknown
-    assert "someone/else" in out_of_reach and "cannot be reached" in out_of_reach

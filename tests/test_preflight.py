@@ -39,33 +39,9 @@ CHANGED = "common/checkpoint.py"
 
 @pytest.mark.check
 def test_bus_bandwidth_is_that_of_nccl_tests():
-    """2 (n - 1) / n: as good as once for 2 ranks, 1.75 times for 8, and next to 2 for very many."""
+    """2 (n - 1) / n times the bytes per second."""
     assert network.bus_bandwidth(10**9, 1.0, 2) == 1.0
     assert network.bus_bandwidth(10**9, 0.1, 8) == pytest.approx(17.5)
-    assert network.bus_bandwidth(10**9, 1.0, 1000) == pytest.approx(1.998)
-    assert network.bus_bandwidth(268435456, 0.155025, 2) == pytest.approx(1.7316, rel=1e-4)
-
-
-@pytest.mark.check
-@pytest.mark.parametrize(
-    ("group", "limits", "expected"),
-    [
-        ("/", {".": "5000"}, 5000),  # in a container, its own group looks like the top one
-        ("/slurm/job_1/step_0/task_0", {"slurm/job_1": "4000", "slurm": "max"}, 4000),
-        ("/slurm/job_1", {"slurm/job_1": "max", "slurm/job_2": "10"}, None),
-        (None, {}, None),
-    ],
-)
-def test_memory_is_limited_by_each_control_group(tmp_path, group, limits, expected):
-    if group:
-        (tmp_path / "proc/self").mkdir(parents=True)
-        (tmp_path / "proc/self/cgroup").write_text(f"12:cpu:/elsewhere\n0::{group}\n")
-    for folder, limit in limits.items():
-        path = tmp_path / "sys/fs/cgroup" / folder / "memory.max"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_text(f"{limit}\n")
-    physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    assert sys.modules["checks.nodes"].memory_bytes(tmp_path) == (expected or physical)
 
 
 def at(gb_per_s: float) -> dict:
@@ -82,32 +58,22 @@ SLOWED = {
 
 @pytest.mark.check
 def test_a_slow_node_is_the_one_whose_links_are_all_slow():
-    node, *links = network.find_slow("link", SLOWED, 2.0, None)
+    node, *links = network.find_slow("link", SLOWED, None)
     assert node == "bandwidth: every link of node2 is slow"
-    assert [
-        re.match(r"bandwidth: link (node\d - node\d) has 0.0024 ", link)[1] for link in links
-    ] == [
-        "node1 - node2",
-        "node2 - node3",
-    ]
-    assert all("164.2 times less than the others" in link for link in links)
+    for link, name in zip(links, ("node1 - node2", "node2 - node3"), strict=True):
+        assert link.startswith(f"bandwidth: link {name} has 0.0024 GB/s, 164.2 times less than")
 
 
 @pytest.mark.check
 def test_slow_links_are_compared_with_the_others_or_with_a_number():
     def find(links: dict, needed: float | None = None) -> list[str]:
-        return network.find_slow("link", links, 2.0, needed)
+        return network.find_slow("link", links, needed)
 
     (fault,) = find({**SLOWED, "node2 - node3": at(0.4)})
     assert fault.startswith("bandwidth: link node1 - node2 has 0.0024 GB/s")
     assert find({name: at(rate) for name, rate in zip(SLOWED, (0.3, 0.4, 0.5), strict=True)}) == []
     # A busy core makes small all-reduces ten times slower, as measured on healthy nodes.
     assert find({name: {1024: link[2**20]} for name, link in SLOWED.items()}) == []
-    # A link too slow for large sizes stops below 1 MiB, where the others went on.
-    crawls = {name: {**link, 1024: {"GB/s": 0.001}} for name, link in SLOWED.items()}
-    crawls["node1 - node2"] = {1024: {"GB/s": 0.0001}}
-    (fault,) = find(crawls)
-    assert fault.startswith("bandwidth: link node1 - node2 has 0.0001 GB/s, 10.0 times less")
     # One link alone has nothing to be compared with but a number that is given.
     alone = {"node1 - node2": at(0.0024)}
     assert find(alone) == find(alone, 0.002) == find({}, 0.1) == []
@@ -121,66 +87,41 @@ def test_slow_links_are_compared_with_the_others_or_with_a_number():
 def check(
     folder: Path, corpus: Path, *args: object, plant=None, **options
 ) -> tuple[list[int], str]:
-    """Run the check on two ranks; return their exit statuses and all that they printed."""
-    copy_script(folder / "chapter")
+    """Run the check on two ranks; return their exit statuses and what rank 0 printed.
+
+    plant: plants a fault on rank 1.
+    """
+    out = [str(folder / f"stdout-{rank}") for rank in range(2)]
     flags = [*QUICK, "--save-dir", folder / "outputs", "-d", corpus, *args]
-    ranks = Ranks(
-        2,
-        flags,
-        chapter=str(folder / "chapter"),
-        plant=functools.partial(_prepare, folder / "stdout", plant),
-        **options,
-    )
-    return ranks.finish(), (folder / "stdout").read_text()
-
-
-def copy_script(folder: Path) -> None:
-    """Copy the script to the name that Ranks looks for, and the modules that it imports."""
-    shutil.copytree(SCRIPT.parent / "checks", folder / "checks")
-    shutil.copy(SCRIPT, folder / "train_llm.py")
-
-
-def _prepare(stdout: Path, plant) -> None:
-    """Write what a child prints to a file, and plant a fault on rank 1."""
-    file = stdout.open("a", buffering=1)
-    os.dup2(file.fileno(), 1)
-    if plant and os.environ["RANK"] == "1":
-        plant()
+    options = {"script": str(SCRIPT), "stdout_file": out, "plant": [None, plant], **options}
+    return Ranks(2, flags, **options).finish(), Path(out[0]).read_text()
 
 
 def test_two_healthy_ranks(tmp_path, corpus):
-    figures = tmp_path / "figures.json"
-    statuses, said = check(tmp_path, corpus, "--output", figures, "--tokenize", "-s", 32)
+    statuses, said = check(tmp_path, corpus)
     assert statuses == [0, 0] and "FAULT" not in said
     assert re.fullmatch(
         r"Passed: 2 ranks on 1 node, all-reduce of 4,096 bytes correct and .* GB/s\.",
         last_sentence(said),
     )
     assert list((tmp_path / "outputs").iterdir()) == [], "it leaves nothing in the runs' folder"
-    found = json.loads(figures.read_text())
-    assert found["nodes"] == {HOST: [0, 1]} and found["faults"] == []
-    same = found["facts"][HOST]["same"]
-    assert same["torch"] == torch.__version__
-    assert {"common/data.py", "common/presets/gpt2/config.json"} <= {*same["code"]}
-    series = found["all_reduce"][HOST]
-    assert list(series) == ["1024", "4096"]
-    for size, figure in series.items():
-        expected = network.bus_bandwidth(int(size), figure["ms"] / 1000, 2)
-        assert figure["GB/s"] == pytest.approx(expected)
+    assert f"same   torch: {torch.__version__}\n" in said
+    # The table shows bytes, ms and GB/s.
+    for size in (1024, 4096):
+        row = re.search(rf"^ *{size:,} +([\d.]+) +([\d.]+)$", said, re.MULTILINE)
+        expected = network.bus_bandwidth(size, float(row[1]) / 1000, 2)
+        assert float(row[2]) == pytest.approx(expected, rel=0.05, abs=1e-4)
     alone = run_script(SCRIPT, *QUICK, "--save-dir", tmp_path / "outputs", "-d", corpus)
     assert alone.returncode == 0, alone.stderr
     assert alone.stdout.splitlines()[-1] == "Passed: 1 rank on 1 node."
 
 
-def test_bad_input_ends_with_status_2_and_overwrites_nothing(tmp_path, corpus):
-    kept = tmp_path / "kept.json"
-    kept.write_text("precious")
+def test_bad_input_ends_with_status_2(tmp_path):
     errors = [str(tmp_path / f"stderr-{rank}") for rank in range(2)]
-    statuses, said = check(tmp_path, corpus, "--output", kept, stderr_file=errors)
+    statuses, said = check(tmp_path, tmp_path / "nowhere.json", stderr_file=errors)
     assert statuses == [2, 2]
-    assert f"{kept} already exists" in Path(errors[0]).read_text()
+    assert "nowhere.json" in Path(errors[0]).read_text()
     assert "Passed" not in said and "Failed" not in said
-    assert kept.read_text() == "precious"
 
 
 def add_one() -> None:
@@ -233,25 +174,16 @@ def test_a_rank_that_hangs_ends_all(tmp_path, corpus):
     ), said
 
 
-def check_one_rank(folder: Path, corpus: Path, rank: int, port: int, plant=None) -> str:
-    """Return what a rank prints that waits for the other one, always in vain and so not for long.
-
-    port: of the store.
-    """
-    copy_script(folder / "chapter")
-    process = start(
-        ["--timeout", 2, "--save-dir", folder, "-d", corpus],
-        chapter=str(folder / "chapter"),
-        env={**place_of(rank, 2), "MASTER_PORT": port},
-        plant=functools.partial(_prepare, folder / "stdout", plant),
-    )
-    assert finish(process) == 1
-    return (folder / "stdout").read_text()
-
-
 def test_a_rank_that_does_not_come_is_named(tmp_path, corpus):
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    assert check_one_rank(tmp_path, corpus, 0, store.port).splitlines()[-1] == (
+    process = start(
+        ["--timeout", 2, "--save-dir", tmp_path, "-d", corpus],
+        script=str(SCRIPT),
+        env={**place_of(0, 2), "MASTER_PORT": store.port},
+        stdout_file=str(tmp_path / "stdout"),
+    )
+    assert finish(process) == 1
+    assert (tmp_path / "stdout").read_text().splitlines()[-1] == (
         f"Failed: rendezvous: not finished within 2 s; rank 0 on {HOST} came to "
         f"localhost:{store.port}, rank 1 did not."
     )
@@ -262,15 +194,9 @@ def test_a_rank_that_does_not_come_is_named(tmp_path, corpus):
 # Python imports this by itself, on each node. What it plants, it plants on node2.
 HOOK = """
 import os, socket
-words = os.environ.get("PLANT", "").split()
-if socket.gethostname() == "node2" and words:
-    import time
-    if "clock" in words:
-        now = time.time
-        time.time = lambda: now() + 90
-    if "torch" in words:
-        import torch
-        torch.__version__ = "2.12.0+planted"
+if socket.gethostname() == "node2" and os.environ.get("PLANT"):
+    import torch
+    torch.__version__ = "2.12.0+planted"
 """
 
 
@@ -327,8 +253,7 @@ def last_sentence(said: str) -> str:
 
 @pytest.mark.ci
 def test_two_healthy_nodes(nodes):
-    figures = nodes.folder / "healthy.json"
-    status, said = nodes.check("--output", figures)
+    status, said = nodes.check()
     assert status == 0, said
     assert last_sentence(said).startswith("Passed: 4 ranks on 2 nodes, all-reduce of 4,096 bytes")
     assert "FAULT" not in said
@@ -336,16 +261,13 @@ def test_two_healthy_nodes(nodes):
         r"^met    at node1:\d+: ranks 0, 1 on node1 and ranks 2, 3 on node2$", said, re.M
     )
     assert "there is no other link to compare this one with" in said
-    found = json.loads(figures.read_text())
-    assert list(found["all_reduce"]) == ["node1", "node2", "all", "node1 - node2"]
-    offset, doubt = found["clocks"]["node2"]
-    assert abs(offset) <= doubt + 0.001 < 0.5  # it is the same clock
+    assert re.search(r"^link   node1 - node2: ", said, re.MULTILINE)
     assert list((nodes.folder / "outputs").iterdir()) == []
 
 
 @pytest.mark.ci
 def test_all_that_is_different_on_node2(nodes, tmp_path):
-    """Another torch, clock, code (one byte), data and save folder, all at once."""
+    """Another torch, code (one byte), data and save folder, all at once."""
     copy = tmp_path / "copy"
     shutil.copytree(ROOT / "common", copy / "common")
     for file in ROOT.glob("[0-9]*/**/*.py"):
@@ -359,7 +281,7 @@ def test_all_that_is_different_on_node2(nodes, tmp_path):
     status, said = nodes.check(
         *("--save-dir", "/run/outputs", "--timeout", 30),
         tasks=1,
-        plant="torch clock",
+        plant="torch",
         shell=f"if [[ $(hostname) == node2 ]]; then {other}; export {there}; fi; exec",
     )
     nodes.shell("srun", "-N2", "cp", nodes.folder / "corpus.json", "/run/corpus.json")
@@ -371,13 +293,12 @@ def test_all_that_is_different_on_node2(nodes, tmp_path):
         rf"data: node2 has {checksums} for checksum, node1 \(rank 0\) has {checksums}",
         r"save folder: node2 has files of node2, node1 \(rank 0\) has files of node1 in "
         "/run/outputs, which all nodes must share",
-        r"clock: node2 is \+(?:89|90)\.\d+ s \(\+/- 0\.\d+ s\) off rank 0's clock",
     ]
     faults = re.findall(r"^FAULT  (.*)$", said, re.MULTILINE)
     assert len(faults) == len(patterns), faults
     for fault, pattern in zip(faults, patterns, strict=True):
         assert re.fullmatch(pattern, fault), fault
-    assert last_sentence(said) == f"Failed, 5 faults: {'; '.join(faults)}."
+    assert last_sentence(said) == f"Failed, 4 faults: {'; '.join(faults)}."
 
 
 # --- on GPUs ---
@@ -385,10 +306,9 @@ def test_all_that_is_different_on_node2(nodes, tmp_path):
 
 @pytest.mark.multi_gpu
 def test_all_gpus_of_this_machine_with_nccl(tmp_path, corpus):
-    figures = tmp_path / "figures.json"
-    flags = ("--save-dir", tmp_path / "outputs", "-d", corpus, "--output", figures)
+    flags = ("--save-dir", tmp_path / "outputs", "-d", corpus)
     done = run_script(*TORCHRUN, torch.cuda.device_count(), SCRIPT, *flags)
     assert done.returncode == 0, done.stdout + done.stderr
-    (series,) = json.loads(figures.read_text())["all_reduce"].values()
-    assert len(series) == 10 and str(2**28) in series
-    assert all(size["GB/s"] > 0 for size in series.values())
+    rows = re.findall(r"^ *([\d,]+) +[\d.]+ +([\d.]+)$", done.stdout, re.MULTILINE)
+    assert len(rows) == 10 and rows[-1][0] == f"{2**28:,}"
+    assert all(float(rate) > 0 for _, rate in rows)

@@ -3,9 +3,7 @@
 import functools
 import multiprocessing
 import os
-import re
 import signal
-import subprocess
 import sys
 import time
 from pathlib import Path
@@ -14,16 +12,12 @@ import pytest
 from helpers import (
     CHAPTERS,
     RESUMED_STEPS,
-    ROOT,
-    TORCHRUN,
     Runs,
-    children,
     newest_step,
     plant,
     read_metrics,
     register,
     speak_at_once,
-    wait_for_file,
 )
 from runner import after_steps
 
@@ -58,12 +52,6 @@ class StoppedRuns(Runs):
         for rank in range(1, len(statuses)):
             assert self.said(name, rank) == "", f"rank {rank} speaks"
         assert read_metrics(self.folder / name)[-1]["step"] == step, "another step is logged"
-
-    def assert_undisturbed(self, straight: str, name: str) -> None:
-        """Bit by bit the numbers, tensors and samples of a run that nobody stopped."""
-        self.assert_same(straight, name)
-        assert len(self.samples(name)) == RESUMED_STEPS, "a stop repeats no step"
-        assert not (self.folder / name / "requeue").exists()
 
 
 @pytest.fixture(scope="module")
@@ -109,15 +97,9 @@ def test_stopped_and_stopped_again(runs, straight, chapter, stops, args):
     assert runs.stop(name, chapter, *args, signals_after_steps=signals) == [0, 0]
     said = runs.said(name)
     assert "Told to stop" not in said and f"step {RESUMED_STEPS}/{RESUMED_STEPS} |" in said
-    runs.assert_undisturbed(expected, name)
-
-
-@pytest.mark.ci
-def test_a_single_rank_stops_too(runs):
-    statuses = runs.stop("single", LAST, signals=([USR1],), ranks=1)
-    runs.assert_stopped("single", statuses, LOG_EVERY)
-    assert runs.stop("single", LAST, ranks=1) == [0]
-    assert read_metrics(runs.folder / "single")[-1]["step"] == RESUMED_STEPS
+    runs.assert_same(expected, name)
+    assert len(runs.samples(name)) == RESUMED_STEPS, "a stop repeats no step"
+    assert not (runs.folder / name / "requeue").exists()
 
 
 # What is replaced in the script, and the check that must be red.
@@ -144,18 +126,12 @@ def test_planted_bug_is_noticed(runs, tmp_path, bug):
 
 # --- the other processes of a rank ---
 
-needs_proc = pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 
-
-def signal_the_family(rank: int) -> None:
-    """SIGTERM to this rank and to all processes that it has started, as Slurm and torchrun do.
-
-    wandb's own is one, and those that prepare data are others.
-    """
+def signal_the_family() -> None:
+    """SIGTERM to a rank and to all processes that it has started, as Slurm and torchrun do."""
     # What Ranks starts would start others from a server, as Python does from 3.14 on.
     multiprocessing.set_start_method("fork", force=True)
-    if int(os.environ["RANK"]) == rank:
-        after_steps(SIGNAL_AFTER, send_to_family)
+    after_steps(SIGNAL_AFTER, send_to_family)
 
 
 def send_to_family() -> None:
@@ -170,46 +146,15 @@ def send_to_family() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
-@pytest.mark.nightly
-@needs_proc
-def test_the_process_of_wandb_is_stopped_too(runs, straight, tmp_path):
-    offline = {"WANDB_MODE": "offline", "HOME": tmp_path}
-    options = {"plant": functools.partial(signal_the_family, 0), "env": offline}
-    statuses = runs.stop("wandb", FIRST, **options)
-    runs.assert_stopped("wandb", statuses, LOG_EVERY)
-    assert runs.said("wandb").count("wandb's own process has ended") == 1
-    assert runs.stop("wandb", FIRST, env=offline) == [0, 0]
-    assert "wandb's own process has ended" not in runs.said("wandb")
-    runs.assert_undisturbed(straight(FIRST), "wandb")
-
-
 @pytest.mark.ci
-@needs_proc
-def test_the_processes_that_prepare_data_are_told_too(runs):
-    family = functools.partial(signal_the_family, 1)
-    statuses = runs.stop("workers", FIRST, "--num-workers", 1, plant=family)
-    runs.assert_stopped("workers", statuses, LOG_EVERY)
-
-
-# --- those who start it ---
-
-
-@pytest.mark.ci
-def test_torchrun_does_not_start_it_again(runs, tmp_path):
-    """To torchrun, any status but 0 is a failure, and it has a restart left."""
-    run_dir = tmp_path / "run"
-    arguments = [*runs.flags, "--save-dir", tmp_path, "-e", "run", "--max-steps", 10**5]
-    command = [*TORCHRUN, 2, "--max-restarts", 1, f"{LAST}/train_llm.py", *arguments]
-    agent = subprocess.Popen(
-        [sys.executable, *map(str, command)], cwd=ROOT, stderr=subprocess.PIPE, text=True
-    )
-    try:
-        wait_for_file(run_dir / "metrics.jsonl", lambda: agent.poll() is None)
-        os.kill(children(agent.pid)[1], signal.SIGTERM)
-        _, said = agent.communicate(timeout=300)
-    finally:
-        agent.kill()
-    assert agent.returncode == 0, said
-    (step,) = re.findall(r"^Told to stop; saved after step (\d+); ", said, re.MULTILINE)
-    assert int(step) == newest_step(run_dir) and int(step) % LOG_EVERY == 0
-    assert "resumed after step" not in said and (run_dir / "requeue").exists()
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_the_other_processes_of_a_single_rank_are_told_too(runs, tmp_path):
+    """wandb's ends at once, and those that prepare data go on until the rank ends them."""
+    options = {"ranks": 1, "env": {"WANDB_MODE": "offline", "HOME": tmp_path}}
+    args = ("family", LAST, "--num-workers", 1)
+    statuses = runs.stop(*args, plant=signal_the_family, **options)
+    runs.assert_stopped("family", statuses, LOG_EVERY)
+    assert runs.said("family").count("wandb's own process has ended") == 1
+    assert runs.stop(*args, **options) == [0]
+    assert "wandb's own process has ended" not in runs.said("family")
+    assert read_metrics(runs.folder / "family")[-1]["step"] == RESUMED_STEPS

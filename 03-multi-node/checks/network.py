@@ -23,8 +23,8 @@ Series = dict[int, dict[str, float]]
 
 def check_network(
     rdzv: Rendezvous, device: torch.device, args: argparse.Namespace
-) -> tuple[list[str], dict[str, Series]]:
-    """Time all-reduces. Return the faults, and the series of each node, of "all", of each link."""
+) -> tuple[list[str], str]:
+    """Time all-reduces. Return the faults, and the bandwidth over all ranks in words."""
     nodes = rdzv.nodes
     sizes = [4**power for power in range(5, 16) if 4**power <= args.max_bytes]
     connect_ranks(rdzv, device, args.timeout)
@@ -54,9 +54,9 @@ def check_network(
     min_bandwidth = args.min_bandwidth if len(nodes) == 1 else None
     for _ in range(ATTEMPTS):
         time_groups(nodes, sizes, within, "the other nodes")
-        if not slow_ones(within, args.slow_factor, min_bandwidth):
+        if not slow_ones(within, min_bandwidth):
             break
-    faults += find_slow("node", within, args.slow_factor, min_bandwidth)
+    faults += find_slow("node", within, min_bandwidth)
     all_ranks: dict[str, Series] = {}
     links: dict[str, Series] = {}
     if len(nodes) > 1:
@@ -71,13 +71,16 @@ def check_network(
         for _ in range(ATTEMPTS):
             for name in names:  # one link at a time
                 time_groups({name: ends[name]}, sorted({sizes[0], largest}), links, name)
-            names = list(slow_ones(links, args.slow_factor, args.min_bandwidth))
-        faults += find_slow("link", links, args.slow_factor, args.min_bandwidth)
+            names = list(slow_ones(links, args.min_bandwidth))
+        faults += find_slow("link", links, args.min_bandwidth)
     if rdzv.rank == 0:
         show_table(within, all_ranks.get("all", {}), links)
     if len(links) == 1 and not args.min_bandwidth:
         rdzv.say("note   there is no other link to compare this one with: give --min-bandwidth")
-    return list(dict.fromkeys(faults)), {**within, **all_ranks, **links}
+    series = all_ranks.get("all") or within[next(iter(nodes))]
+    size = max(series)
+    bandwidth = f"all-reduce of {size:,} bytes correct and {series[size]['GB/s']:.3g} GB/s"
+    return list(dict.fromkeys(faults)), bandwidth
 
 
 def connect_ranks(rdzv: Rendezvous, device: torch.device, timeout: float) -> None:
@@ -176,28 +179,25 @@ def collect(
 
 
 def slow_ones(
-    series: dict[str, Series], factor: float, min_bandwidth: float | None
+    series: dict[str, Series], min_bandwidth: float | None
 ) -> dict[str, tuple[float, float]]:
     """Return (GB/s, how many times slower than the others) of each slow node or link, by name.
 
     All are compared at the largest size that all of them reached, if one of them reached 1 MiB.
-    factor: how many times slower than the others is too slow. min_bandwidth: in GB/s, or None. The
-    second number is 0 for what is only slower than min_bandwidth.
+    min_bandwidth: in GB/s, or None. The second number is 0 for what is only slower than that.
     """
     largest = [max(each) for each in series.values()]
     size = min(largest, default=0)
     rates = {name: each[size]["GB/s"] for name, each in series.items()}
-    slow = far_below(rates, factor) if max(largest, default=0) >= COMPARED_FROM else {}
+    slow = far_below(rates) if max(largest, default=0) >= COMPARED_FROM else {}
     too_low = [name for name in rates if min_bandwidth and rates[name] < min_bandwidth]
     slow |= {name: 0.0 for name in too_low if name not in slow}
     return {name: (rates[name], times) for name, times in slow.items()}
 
 
-def find_slow(
-    kind: str, series: dict[str, Series], factor: float, min_bandwidth: float | None
-) -> list[str]:
+def find_slow(kind: str, series: dict[str, Series], min_bandwidth: float | None) -> list[str]:
     """Return a fault for each slow node or link, and before them one for a node with slow links."""
-    slow = slow_ones(series, factor, min_bandwidth)
+    slow = slow_ones(series, min_bandwidth)
     faults = []
     for node in dict.fromkeys(end for name in series for end in name.split(" - ")):
         links = {name for name in series if node in name.split(" - ")}

@@ -1,9 +1,8 @@
-"""Compare the nodes: code, versions, data, free memory and disk, the save folder, the clocks."""
+"""Compare the nodes: code, versions, data, free memory and disk, the save folder."""
 
 import argparse
 import importlib.metadata
 import json
-import os
 import platform
 import re
 import shutil
@@ -18,23 +17,20 @@ import transformers
 import xxhash
 
 import common
-from common import models
 from common.cli import RunError
-from common.data import load_sequences
 from common.documents import find_documents
 from common.shards import checksum, find_shards
 
-from checks.rendezvous import NO_LIMIT, Rendezvous, name_ranks
+from checks.rendezvous import Rendezvous, name_ranks
 
-MAX_CLOCK_OFFSET_S = 1.0
-FREE_FACTOR = 2.0  # this many times less free memory or disk than on the other nodes is a fault
+FAULT_FACTOR = 2.0  # this many times less than the others have is a fault
 SEEN_WITHIN_S = 10.0  # a network file system can take seconds to show a new file to other nodes
 
 # Each check returns its faults. All ranks must call it, and all ranks get the same faults.
 
 
-def check_nodes(rdzv: Rendezvous, args: argparse.Namespace) -> tuple[list[str], dict]:
-    """Compare what the nodes have. Return the faults, and what each node has, by node."""
+def check_nodes(rdzv: Rendezvous, args: argparse.Namespace) -> list[str]:
+    """Compare what the nodes have."""
     rdzv.begin("reading code and data", args.data_timeout)
     facts = rdzv.gather_nodes(describe_node(args) if rdzv.rank in rdzv.first_ranks else None)
     errors = {each["same"]["data"].get("error") for each in facts.values()}
@@ -52,15 +48,15 @@ def check_nodes(rdzv: Rendezvous, args: argparse.Namespace) -> tuple[list[str], 
     gpus = enumerate(rdzv.gather(gpu))
     left = {name_ranks({rank: rdzv.hosts[rank]}): free for rank, free in gpus if free}
     by_name = {"GPU memory": left} if left else {}
-    for what in ("memory", "disk"):
+    for what in next(iter(facts.values()))["free"]:
         by_name[what] = {node: each["free"][what] for node, each in facts.items()}
     for what, free in by_name.items():
         faults += [
             f"free {what}: {name} has {free[name]:.1f} GiB, {times:.1f} times less than the others"
-            for name, times in far_below(free, FREE_FACTOR).items()
+            for name, times in far_below(free).items()
         ]
         rdzv.say(f"free   {what}: {min(free.values()):.1f} to {max(free.values()):.1f} GiB")
-    return faults, facts
+    return faults
 
 
 def describe_node(args: argparse.Namespace) -> dict[str, dict]:
@@ -86,43 +82,24 @@ def describe_node(args: argparse.Namespace) -> dict[str, dict]:
         "GPUs": dict(Counter(map(torch.cuda.get_device_name, range(torch.cuda.device_count())))),
         "data": describe_data(args),
     }
-    meminfo = Path("/proc/meminfo")
-    lines = meminfo.read_text().splitlines() if meminfo.exists() else []
-    available = [1024 * int(line.split()[1]) for line in lines if line.startswith("MemAvailable")]
     folder = Path(args.save_dir).resolve()
     folder = next(each for each in (folder, *folder.parents) if each.exists())
-    free = {
-        "memory": min([memory_bytes(), *available]) / 2**30,
-        "disk": shutil.disk_usage(folder).free / 2**30,
-    }
+    free = {}
+    meminfo = Path("/proc/meminfo")  # of Linux
+    if meminfo.exists():
+        available = re.search(r"^MemAvailable: +(\d+) kB$", meminfo.read_text(), re.MULTILINE)
+        free["memory"] = int(available[1]) / 2**20
+    free["disk"] = shutil.disk_usage(folder).free / 2**30
     return {"same": same, "free": free}
 
 
-def memory_bytes(root: Path = Path("/")) -> int:
-    """Return the host memory in bytes of this machine or, if smaller, of a cgroup (version 2)."""
-    own = root / "proc/self/cgroup"
-    match = re.search("^0::/(.*)$", own.read_text() if own.exists() else "", re.MULTILINE)
-    group = root / "sys/fs/cgroup" / (match[1] if match else "")
-    sizes = [os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")]
-    for folder in (group, *group.parents):  # Slurm's --mem limits a group deep below the top one
-        text = (folder / "memory.max").read_text() if (folder / "memory.max").exists() else "max"
-        sizes += [int(text)] if text.strip().isdecimal() else []  # "max": no limit
-    return min(sizes)
-
-
 def describe_data(args: argparse.Namespace) -> dict[str, object]:
-    """Return size and checksum of the text or, with --tokenize, of the tokens.
+    """Return size and checksum of the text.
 
     Ready-made tokens are compared by the names, the sizes and both ends of their files. If the data
     set cannot be read, return the message as "error".
     """
     try:
-        if args.tokenize:
-            tokenizer = models.load_tokenizer(args.tokenizer_name or args.model_name)
-            config = models.load_config(args.model_name, tokenizer)
-            seq_length = models.sequence_length(config, args.seq_length)
-            train, evaluation = load_sequences(args, tokenizer, seq_length)
-            return {"sequences": len(train), "train": train.digest, "eval": evaluation.digest}
         if shards := find_shards(args.dataset_name):
             n_bytes = sum(file.stat().st_size for file in shards)
             return {"files": len(shards), "bytes": n_bytes, "checksum": checksum(shards)}
@@ -161,15 +138,16 @@ def compare(what: str, values: dict[str, object]) -> list[str]:
     return faults
 
 
-def far_below(values: dict[str, float], factor: float) -> dict[str, float]:
+def far_below(values: dict[str, float]) -> dict[str, float]:
     """Return how many times some values are below the median of the others, by name.
 
-    The result contains the values that are more than `factor` times below. A single value never is.
+    The result contains the values that are more than FAULT_FACTOR times below. A single value never
+    is.
     """
     found = {}
     for name, value in values.items():
         others = [values[other] for other in values if other != name]
-        if others and value * factor < statistics.median_high(others):
+        if others and value * FAULT_FACTOR < statistics.median_high(others):
             found[name] = statistics.median_high(others) / max(value, 1e-12)
     return found
 
@@ -218,65 +196,3 @@ def find_other_folders(save_dir: str, seen: dict[str, list[str]]) -> list[str]:
     if not faults and any(len(nodes) < len(seen) for nodes in seen.values()):
         faults = ["save folder: the nodes see one another's files too late"]
     return [f"{fault} in {save_dir}, which all nodes must share" for fault in faults]
-
-
-def check_clocks(rdzv: Rendezvous, args: argparse.Namespace) -> tuple[list[str], dict]:
-    """Compare each node's clock with rank 0's. Return the faults, and (offset, error) by node."""
-    rdzv.begin("comparing clocks", args.timeout)
-    offset = None
-    for peer in rdzv.first_ranks[1:]:
-        if rdzv.rank in (0, peer):
-            offset = measure_clock(rdzv, peer)
-    first, *others = rdzv.gather_nodes(offset).items()
-    clocks = {first[0]: (0.0, 0.0), **dict(others)}
-    faults = find_wrong_clocks(clocks)
-    for node, (offset, error) in others if not faults else ():
-        rdzv.say(f"same   clock: {node} is {offset:+.4f} s (+/- {error:.4f} s) off rank 0's clock")
-    return faults, clocks
-
-
-def measure_clock(rdzv: Rendezvous, peer: int) -> tuple[float, float] | None:
-    """Return how far the clock of `peer` is ahead of rank 0's, and the error, in seconds.
-
-    Rank 0 and `peer` must call this; rank 0 gets None. `peer` reads its clock before and after rank
-    0 reads its own. The error is half of that time (Cristian, 1989,
-    https://doi.org/10.1007/BF01784024). The best of ten measurements counts.
-    """
-    offsets = []
-    for number in range(10):
-        ping, pong = f"ping/{peer}/{number}", f"pong/{peer}/{number}"
-        if rdzv.rank == 0:
-            rdzv.store.wait([ping], NO_LIMIT)
-            rdzv.store.set(pong, repr(time.time()))
-        elif rdzv.rank == peer:
-            start = time.time()
-            rdzv.store.set(ping, "")
-            rdzv.store.wait([pong], NO_LIMIT)
-            rank_0 = float(rdzv.store.get(pong))
-            end = time.time()
-            offsets.append(((end - start) / 2, (start + end) / 2 - rank_0))
-    return min(offsets)[::-1] if offsets else None
-
-
-def find_wrong_clocks(clocks: dict[str, tuple[float, float]]) -> list[str]:
-    """Return a fault for each node whose clock does not agree with the majority.
-
-    clocks: by node, rank 0's first: seconds ahead of rank 0's clock, and the error. Without a
-    majority, rank 0's clock counts as right.
-    """
-
-    def is_off(node: str, right: float) -> bool:
-        offset, error = clocks[node]
-        return abs(offset - right) - error > MAX_CLOCK_OFFSET_S
-
-    def count_agreeing(right: float) -> int:
-        return sum(not is_off(node, right) for node in clocks)
-
-    right = max((offset for offset, _ in clocks.values()), key=count_agreeing)
-    majority = 2 * count_agreeing(right) > len(clocks) > 2
-    whose = "the other clocks" if majority else "rank 0's clock"
-    return [
-        f"clock: {node} is {offset - right:+.4f} s (+/- {error:.4f} s) off {whose}"
-        for node, (offset, error) in clocks.items()
-        if is_off(node, right)
-    ]

@@ -12,12 +12,13 @@ import socket
 import threading
 import time
 from datetime import timedelta
+from itertools import chain
 from typing import NoReturn
 
 import torch.distributed as dist
 
 from common import cli
-from common.launch import MPIRUN, SRUN
+from common.launch import LAUNCHERS
 
 ANSWER_WITHIN_S = 5.0  # after a failure, a rank that does not answer within this time is gone
 NO_LIMIT = timedelta(days=1)  # for waits that the thread of the rank ends
@@ -174,7 +175,7 @@ def quiet_status(status: int) -> int:
     srun and mpirun only the rank that prints the result fails, and it is the last to exit.
     """
     torchrun = "TORCHELASTIC_RUN_ID" in os.environ
-    return 0 if not torchrun and not {*MPIRUN, *SRUN}.isdisjoint(os.environ) else status
+    return 0 if not torchrun and not set(chain(*LAUNCHERS[1:])).isdisjoint(os.environ) else status
 
 
 def connect(host: str, port: int, serve: bool, timeout: float, rank: int) -> dist.TCPStore:

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 
 sys.path.append(str(Path(__file__).parents[2] / "05-mixed-precision"))
-from comparison.machine import describe_machine
+from machine_facts import describe_machine
 
 RESULTS = Path(__file__).parent / "results"
 

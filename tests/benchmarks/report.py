@@ -1,18 +1,15 @@
 """Make the tables of the pages from result files.
 
-python tests/benchmarks/report.py          writes the tables into the pages
-python tests/benchmarks/report.py --check  exits with status 1 if a page has other tables
+python tests/benchmarks/report.py    writes the tables into the pages
 
 A page holds a table between the lines `<!-- table: NAME -->` and `<!-- end -->`. The file
 tables.jinja has the template of each table; the functions here compute what is in no result file.
 """
 
-import argparse
 import json
 import re
 import statistics
 import subprocess
-import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
@@ -225,15 +222,11 @@ TABLES = read_templates()
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--check", action="store_true", help="write nothing")
-    args = parser.parse_args()
-    stale = [page for page in pages() if fill(page.read_text()) != page.read_text()]
-    for page in stale:
-        print(f"{'stale' if args.check else 'wrote'}: {page.relative_to(REPOSITORY)}")
-        if not args.check:
-            page.write_text(fill(page.read_text()))
-    sys.exit(1 if stale and args.check else 0)
+    for page in pages():
+        text = fill(page.read_text())
+        if text != page.read_text():
+            page.write_text(text)
+            print(f"wrote: {page.relative_to(REPOSITORY)}")
 
 
 if __name__ == "__main__":

@@ -1,1 +1,1 @@
-"""The figures of the pages, one module for each chapter; svg.py has what they share."""
+"""The figures that show data: charts.py draws them, svg.py has their shapes and colours."""

@@ -1,16 +1,16 @@
-"""The figures that show data: results of measurements, and memory that peak_memory.py predicts."""
+"""The figures that show results of measurements."""
 
 from itertools import pairwise
 
 import report
 
-from drawings import step_memory as memory
 from drawings.svg import (
     LARGE,
     LEFT,
     NORMAL,
     RIGHT,
     SMALL,
+    area,
     document,
     heading,
     legend,
@@ -21,6 +21,8 @@ from drawings.svg import (
 )
 
 FITS, BATCH, LENGTH, MORE = "green", "sky", "orange", "grey"  # fills of `limits`
+GIB = 2**30
+AXIS = 72  # width of the labels of the axis of `stacked`
 
 
 def rows_of(name: str) -> dict[str, dict[str, float]]:
@@ -34,41 +36,6 @@ def medians(row: dict) -> dict[str, float]:
     runs = report.measured_runs(row)
     numbers = [key for key, value in runs[0].items() if isinstance(value, int | float)]
     return {key: report.median(run[key] for run in runs if key in run) for key in numbers}
-
-
-def accumulation_memory() -> str:
-    """Return the memory of a step with one large and with three small micro-batches."""
-    sequences, seq_length, micro_batches = 24, 1024, 3
-    most, height, ticks = 32, 280, [0, 10, 20]
-    out = heading("Smaller micro-batches: less memory for activations")
-    fills = {name: fill for name, fill in memory.FILLS.items() if name != "gathered weights"}
-    out += legend(LEFT, 68, fills)
-    y = 124.0
-    for count in (1, micro_batches):
-        options = memory.Options(
-            batch_size=sequences // count, seq_length=seq_length, accumulation=count
-        )
-        phases = memory.single_gpu("gpt2", options)
-        if count == 1:  # the same work in the same width
-            update = phases[-memory.UPDATE_PHASES :]
-            passes = phases[: -memory.UPDATE_PHASES]
-            phases = [parts for parts in passes for _ in range(micro_batches)] + update
-        title = f"{count} micro-batch of {sequences} sequences"
-        if count > 1:
-            title = f"{count} micro-batches of {sequences // count} sequences (accumulation)"
-        out.append(text(LEFT, y, title, LARGE, "bold"))
-        out += memory.chart(y + 10, height, phases, most, ticks)
-        out += memory.under(y + 10 + height, count, len(phases))
-        y += height + 92
-    says = [
-        "The forward pass saves activations and the backward pass frees them. The",
-        "spike between them is the output layer with the loss. The memory for",
-        "weights, gradients and optimizer state (Adam's moments) stays the same.",
-    ]
-    out += lines_of_text(LEFT, y - 14, says)
-    says = ["GPT-2 124M, 24 x 1,024 tokens per step, float32, predicted by peak_memory.py"]
-    out += lines_of_text(LEFT, y + 68, says, SMALL, "soft")
-    return document("Memory during one step, with and without gradient accumulation", y + 84, out)
 
 
 def scaling() -> str:
@@ -98,95 +65,56 @@ def scaling() -> str:
     return document("Tokens per second with DDP on 1, 2, 4 and 8 GPUs", y + 58, out)
 
 
-def nodes_cost() -> str:
-    """Return the step time on two nodes of 8 GPUs, calculated for several networks."""
-    step = rows_of("ddp_gpu")["02-ddp on 8"]
-    total, hidden = step["time/total"], step["time/backward"]
-    sizes = report.content(report.REPOSITORY / report.result("step_memory"))
-    gradients = sizes["gradients_bytes"]
-    ranks = 16
-    sent = {"ring": 2 * (ranks - 1) / ranks * gradients, "tree": gradients}
-    networks = {"10 Gbit/s": 10, "25 Gbit/s": 25, "100 Gbit/s": 100, "8 x 400 Gbit/s": 3200}
-    times = {
-        (network, algorithm): max(0.0, size / (rate * 1e9 / 8) * 1000 - hidden)
-        for network, rate in networks.items()
-        for algorithm, size in sent.items()
-    }
-    scale = 430 / (total + max(times.values()))
-    out = heading("A slow network cancels the gain of a second node")
-    out += legend(
-        LEFT, 68, {"step on one node, measured": "green", "exposed all-reduce, calculated": "red"}
-    )
-    y = 96.0
-    out.append(text(RIGHT, y + 22, "speed, one node = 1", NORMAL, "end"))
-    for network in networks:
-        out.append(text(LEFT, y + 22, f"{network} per node", LARGE, "bold"))
-        y += 34
-        for algorithm in sent:
-            exposed = times[network, algorithm]
-            left = LEFT + 50
-            out.append(text(LEFT, y + 20, algorithm))
-            out.append(rect(left, y, total * scale, 26, "green edge"))
-            if exposed:
-                out.append(rect(left + total * scale, y, exposed * scale, 26, "red edge"))
-            end = left + (total + exposed) * scale
-            out.append(text(end + 10, y + 20, f"{total + exposed:.0f} ms"))
-            gain = 2 * total / (total + exposed)
-            out.append(text(RIGHT, y + 20, f"x {gain:.1f}", NORMAL, "end bold"))
-            y += 31
-        y += 16
-    says = [
-        "Calculated for GPT-2 124M on 2 x 8 H200 and a network at its full bandwidth.",
-        "Two nodes train on twice as many tokens per step as one node.",
-        f"Each node sends {sent['ring'] / 1e9:.2f} GB of gradients per step in a ring of 16, or",
-        f"{sent['tree'] / 1e9:.2f} GB in a tree of 2 nodes. The backward pass hides the first",
-        f"{hidden:.0f} ms of the all-reduce.",
-    ]
-    out += lines_of_text(LEFT, y + 14, says, SMALL, "soft")
-    return document("Step time on two nodes for several networks", y + 118, out)
-
-
-def sharded_memory() -> str:
-    """Return the memory through a step of an 8B model, with DDP and with FSDP."""
-    options = memory.Options(gpus=4, batch_size=1, seq_length=2048)
-    most, height, ticks = 165, 300, [0, 40, 80, 120, 160]
-    out = heading("FSDP divides the model state by the number of GPUs")
-    out += legend(LEFT, 68, memory.FILLS)
-    y = 152.0
-    for title, found in (
-        ("DDP: every GPU holds the complete model state", memory.ddp("llama-3.1-8b", options)),
-        ("FSDP on 4 GPUs: every GPU holds a quarter", memory.fsdp("llama-3.1-8b", options)),
-    ):
-        out.append(text(LEFT, y, title, LARGE, "bold"))
-        out += memory.chart(y + 10, height, found, most, ticks, limit=80)
-        out += memory.under(y + 10 + height, 1, len(found))
-        y += height + 92
-    out += [line(LEFT, y - 20, LEFT + 46, y - 20, "line dashed")]
-    out.append(text(LEFT + 58, y - 14, "80 GiB, about the memory of an H100"))
-    says = [
-        "Llama 3.1 8B, 1 x 2,048 tokens per GPU, float32, predicted by peak_memory.py.",
-        "“Gathered weights” includes the communication buffers.",
-    ]
-    out += lines_of_text(LEFT, y + 16, says, SMALL, "soft")
-    return document("Memory of one GPU during a training step, with DDP and with FSDP", y + 54, out)
+def stacked(
+    top: float,
+    height: float,
+    phases: list[dict[str, float]],
+    most: float,
+    ticks: list[int],
+    fills: dict[str, str],
+) -> list[str]:
+    """Return the parts of each phase, stacked, on an axis from 0 to `most` GiB."""
+    left, bottom = LEFT + AXIS, top + height
+    scale = height / most
+    out = []
+    for tick in ticks:
+        y = bottom - tick * scale
+        out.append(line(left, y, RIGHT, y, "softline thin"))
+        out.append(
+            text(left - 8, y + 6, f"{tick} GiB" if tick == ticks[-1] else str(tick), SMALL, "end")
+        )
+    widths = (RIGHT - left) / len(phases)
+    xs = [left + widths * number for number in range(len(phases) + 1)]
+    lower = [bottom] * len(phases)
+    for name, fill in fills.items():
+        sizes = [parts.get(name, 0) for parts in phases]
+        upper = [y - size * scale for y, size in zip(lower, sizes, strict=True)]
+        if any(sizes):
+            out.append(area(xs, lower, upper, f"{fill} edge"))
+        lower = upper
+    peak = min(range(len(phases)), key=lambda number: lower[number])
+    says = f"peak {sum(phases[peak].values()):.1f} GiB"
+    x = (xs[peak] + xs[peak + 1]) / 2
+    out.append(text(x, lower[peak] - 10, says, style="bold middle"))
+    return out
 
 
 def measured_memory() -> str:
     """Return the memory over a step of GPT-2 124M on two GPUs, with DDP and with FSDP."""
     results = report.content(report.REPOSITORY / report.result("memory_timeline_gpu"))
     fills = {"allocated between steps": "blue", "allocated within the step": "orange"}
-    height, left = 230, LEFT + memory.AXIS
+    height, left = 230, LEFT + AXIS
     out = heading("Measured: FSDP saves model state, not activations")
     out += legend(LEFT, 68, fills)
     y = 118.0
     for name, found in results.items():
         peaks = found["peak_bytes_by_bin"]
-        gib = [max(pair) / memory.GIB for pair in zip(peaks[::2], peaks[1::2], strict=True)]
+        gib = [max(pair) / GIB for pair in zip(peaks[::2], peaks[1::2], strict=True)]
         between = gib[0]  # the step has not allocated anything yet
         sizes = [(min(size, between), max(0.0, size - between)) for size in gib]
         parts = [dict(zip(fills, size, strict=True)) for size in sizes]
         out.append(text(LEFT, y, name, LARGE, "bold"))
-        out += memory.chart(y + 10, height, parts, 3.5, [0, 1, 2, 3], fills=fills)
+        out += stacked(y + 10, height, parts, 3.5, [0, 1, 2, 3], fills)
         y += height + 20
         phases = [(phase, at) for phase, at in found["phases"] if phase not in ("data", "wait")]
         for (phase, start), (_, end) in pairwise([*phases, ("end", 1.0)]):

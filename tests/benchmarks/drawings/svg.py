@@ -97,11 +97,10 @@ def lines_of_text(
     ]
 
 
-def rect(x: float, y: float, width: float, height: float, style: str, radius: int = 0) -> str:
+def rect(x: float, y: float, width: float, height: float, style: str) -> str:
     """Return a rectangle; style: classes, for example "blue edge", "panel" or "empty"."""
-    corners = f' rx="{radius}"' if radius else ""
     size = f'width="{width:.6g}" height="{height:.6g}"'
-    return f'<rect x="{x:.6g}" y="{y:.6g}" {size}{corners} class="{style}"/>'
+    return f'<rect x="{x:.6g}" y="{y:.6g}" {size} class="{style}"/>'
 
 
 def line(x1: float, y1: float, x2: float, y2: float, style: str = "line") -> str:
@@ -135,7 +134,6 @@ def legend(x: float, y: float, entries: dict[str, str], per_letter: float = 10.4
     return out
 
 
-def heading(*lines: str) -> list[str]:
+def heading(says: str) -> list[str]:
     """Return what the figure says, in bold, at its top."""
-    numbered = enumerate(lines)
-    return [text(LEFT, 32 + 30 * number, says, HEADING, "bold") for number, says in numbered]
+    return [text(LEFT, 32, says, HEADING, "bold")]

@@ -1,0 +1,297 @@
+"""Models that users bring: many architectures train in every chapter, and some are refused.
+
+Each architecture is a folder with a tiny model whose weights and buffers are drawn here.
+"""
+
+import json
+import re
+import sys
+from itertools import product
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed.checkpoint as dcp
+from helpers import (
+    ROOT,
+    Run,
+    float32,
+    hand_over,
+    plant,
+    random_texts,
+    read_metrics,
+    register,
+    run_script,
+)
+from runner import RunsByRanks, Series, load_script
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, LlamaConfig, MptConfig
+
+from common import models
+from common.cli import RunError
+
+from peak_memory import Options, predict
+
+STEPS, SAVED, LENGTH = 6, 3, 32
+WINDOW = 16  # tokens that a token sees in a layer with a sliding window; fewer than LENGTH
+SIZES = {
+    "vocab_size": 4096,
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "bos_token_id": 0,
+    "eos_token_id": 0,
+    "pad_token_id": 0,
+}
+EXPERTS = {"num_experts_per_tok": 2, "num_experts": 4, "num_local_experts": 4}
+# By model type: what differs from SIZES; None leaves a setting out. A page has the same list.
+MODELS: dict[str, dict[str, object]] = {
+    "gpt2": dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0),
+    "llama": {},
+    "mistral": {"sliding_window": WINDOW},
+    "mixtral": EXPERTS,
+    "qwen2": {},
+    "qwen3": {},
+    "qwen3_moe": {**EXPERTS, "moe_intermediate_size": 16},
+    "gemma": {},
+    "gemma2": {"sliding_window": WINDOW, "query_pre_attn_scalar": 8},
+    "gemma3_text": {"sliding_window": WINDOW, "query_pre_attn_scalar": 8},
+    "gemma4_text": {
+        "sliding_window": WINDOW,
+        "hidden_size_per_layer_input": 8,
+        "vocab_size_per_layer_input": 4096,
+        "global_head_dim": 16,
+        "num_kv_shared_layers": 0,
+    },
+    "phi3": {},
+    "olmo2": {},
+    "smollm3": {},
+    "granite": {},
+    "gpt_neox": {"num_key_value_heads": None},
+    "afmoe": {**EXPERTS, "moe_intermediate_size": 16, "num_dense_layers": 1},
+    "falcon": {"head_dim": None, "new_decoder_architecture": True, "num_kv_heads": 2},
+}
+# A mixture of experts; persistent buffers, and tied weights; a sliding window.
+QUICK = ("qwen3_moe", "gemma4_text", "mistral")
+KINDS = [
+    pytest.param(kind, marks=pytest.mark.ci if kind in QUICK else pytest.mark.nightly)
+    for kind in MODELS
+]
+COMPARED = ("01-single-gpu", "02-ddp", "04-fsdp", "05-mixed-precision")
+WEIGHTS = {"scratch": (), "pretrained": ("--pretrained",)}
+
+
+def write_model(kind: str, folder: Path, **changes: object) -> None:
+    """Write the folder of an architecture with these changes; no two of its tensors are alike."""
+    settings = {**SIZES, **MODELS.get(kind, {}), **changes}
+    settings = {key: value for key, value in settings.items() if value is not None}
+    torch.manual_seed(99)
+    model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**settings))
+    for tensor in model.state_dict().values():
+        tensor += torch.rand_like(tensor) / 10
+    model.save_pretrained(folder)
+    models.load_tokenizer("llama-tiny").save_pretrained(folder)
+
+
+class Trainings(RunsByRanks):
+    """Chapter 1 alone and the others on two ranks; one of chapter 4 resumes that of chapter 1."""
+
+    def __init__(self, folder: Path, kinds: list[str]) -> None:
+        runs = {}
+        for kind in kinds:
+            write_model(kind, folder / kind)
+            for chapter, weights in product(COMPARED, WEIGHTS):
+                args = ("-m", folder / kind, *WEIGHTS[weights], *float32(chapter))
+                runs[f"{kind}-{chapter}-{weights}"] = Run(chapter, 1 + (chapter > "02"), args)
+            runs[f"{kind}-resumed"] = Run("04-fsdp", 2, ("-m", folder / kind))
+        super().__init__(folder, runs)
+        (folder / "corpus.json").write_text(json.dumps(random_texts(10)))
+
+    def options(self, name: str) -> dict[str, object]:
+        run, target = self.runs[name], self.folder / name
+        if name.endswith("-resumed"):
+            hand_over(self[name.replace("resumed", "01-single-gpu-scratch")], target, SAVED)
+        args = [
+            *("-d", self.folder / "corpus.json", "-s", LENGTH, "--global-batch-size", 4, "-b", 2),
+            *("--max-steps", STEPS, "--warmup-steps", 1, "--lr", 1e-2, "--log-freq", 1),
+            *("--eval-sequences", 2, "--ckpt-freq", SAVED, "--save-dir", self.folder, "-e", name),
+        ]
+        printed = [f"{target}-{rank}.stderr" for rank in range(run.world_size)]
+        return {"args": [*args, *run.args], "chapter": run.chapter, "stderr_file": printed}
+
+
+@pytest.fixture(scope="module")
+def trainings(request, make_folder) -> Trainings:
+    items = [item for item in request.session.items if item.path == request.path]
+    chosen = {i.callspec.params.get("kind") for i in items if hasattr(i, "callspec")}
+    return Trainings(make_folder("architectures"), [kind for kind in MODELS if kind in chosen])
+
+
+def losses(run: Path) -> list[float]:
+    return [line[key] for line in read_metrics(run) for key in ("loss", "eval_loss") if key in line]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_same_training_in_every_chapter(trainings, kind):
+    first = {}
+    for weights in WEIGHTS:
+        expected = losses(trainings[f"{kind}-01-single-gpu-{weights}"])
+        assert len(expected) == STEPS + 1 and expected[-2] < expected[0] - 0.1
+        for chapter in COMPARED[1:]:
+            found = losses(trainings[f"{kind}-{chapter}-{weights}"])
+            assert found == pytest.approx(expected, rel=1e-5), (chapter, weights)
+        first[weights] = expected[0]
+    assert first["scratch"] != pytest.approx(first["pretrained"], rel=1e-3)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_resumed_in_another_chapter(trainings, kind):
+    run, expected = trainings[f"{kind}-resumed"], trainings[f"{kind}-01-single-gpu-scratch"]
+    assert f"resumed after step {SAVED} of" in Path(f"{run}-0.stderr").read_text()
+    assert losses(run) == pytest.approx(losses(expected), rel=1e-5)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_exported(trainings, kind, monkeypatch, tmp_path):
+    """Plain transformers computes the logits of the weights that the run has saved."""
+    run = trainings[f"{kind}-04-fsdp-pretrained"]
+    monkeypatch.setattr(sys, "argv", ["export.py", str(run), str(tmp_path / "model")])
+    load_script(ROOT / "04-fsdp/export.py").main()
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    expected = AutoModelForCausalLM.from_config(models.load_config(str(trainings.folder / kind)))
+    weights = {"model": expected.state_dict()}
+    dcp.load(weights, checkpoint_id=run / f"checkpoints/step-{STEPS:08d}", no_dist=True)
+    ids = torch.arange(LENGTH)[None] * 7
+    with torch.no_grad():
+        found, expected = found(ids).logits, expected.eval()(ids).logits
+    assert torch.allclose(found, expected, rtol=0, atol=1e-5) and expected.std() > 0.1
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_memory_is_predicted(trainings, kind):
+    """memory.py knows what a rank of chapter 4 stores; it needs attention without a matrix."""
+    run = trainings[f"{kind}-04-fsdp-scratch"]
+    held = re.search("rank 0 holds ([0-9,]+) of", Path(f"{run}-0.stderr").read_text())
+    config = models.load_config(str(trainings.folder / kind))
+    options = Options("fsdp", gpus=2, batch_size=2, seq_length=LENGTH)
+    if models.causal_attention(config) == "eager":
+        with pytest.raises(RunError, match="cannot be predicted, because transformers has no SDPA"):
+            predict(config, options)
+        return
+    predicted = predict(config, options)
+    assert f"{predicted['parameters']:,}" == held[1]
+    assert predicted["peak"] > 4 * predicted["parameters"]
+
+
+# The buffers of a layer stay as a new model has them, whatever the file has.
+LOST_BUFFERS = [
+    ("buffer = source.to(device, copy=True)", "buffer = source ** ('layer_scalar' not in name)")
+]
+register("04-fsdp", LOST_BUFFERS)
+
+
+@pytest.mark.parametrize("kind", [pytest.param("gemma4_text", marks=pytest.mark.nightly)])
+def test_planted_lost_buffers_are_noticed(trainings, kind):
+    name, folder = f"{kind}-04-fsdp-pretrained", trainings.folder / "lost"
+    run = {**trainings.options(name), "chapter": str(plant("04-fsdp", folder, LOST_BUFFERS))}
+    run["args"] += ["-e", "bug"]
+    Series(2, {name: run}, folder / "on-2").assert_ended(name)
+    expected = losses(trainings[f"{kind}-01-single-gpu-pretrained"])
+    assert losses(trainings.folder / "bug") != pytest.approx(expected, rel=1e-5)
+
+
+# --- refused ---
+
+OWN_CODE = {"AutoConfig": "own.OwnConfig", "AutoModelForCausalLM": "own.OwnModel"}
+# By name: the type, what is changed in config.json, and the sentence.
+UNUSABLE = {
+    **{
+        method: (
+            "llama",
+            {"quantization_config": {"quant_method": method}},
+            "are quantized: choose",
+        )
+        for method in ("fp8", "gptq", "awq", "bitsandbytes")
+    },
+    "own code": ("llama", {"model_type": "own", "auto_map": OWN_CODE}, "has no usable model"),
+    "encoder": ("bert", {}, "(bert) is not a causal language model"),
+}
+# By what the sentence says: the type, and what differs from SIZES.
+MEANINGLESS = {
+    "sees later tokens": ("gemma3_text", {"use_bidirectional_attention": True}),
+    "does not shift its labels": ("blenderbot", {"d_model": 32, "decoder_layers": 2}),
+}
+
+
+def change_config(folder: Path, changes: dict[str, object]) -> None:
+    config = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(config | changes))
+
+
+def assert_refused(sentence: str, script: str, *args: object) -> None:
+    done = run_script(script, *args)
+    lines = [line for line in done.stderr.splitlines() if sentence in line]
+    assert done.returncode == 2 and len(lines) == 1 and "Traceback" not in done.stderr, done.stderr
+
+
+@pytest.mark.parametrize("name", UNUSABLE)
+def test_unusable_configuration_is_refused(name, tmp_path):
+    kind, changes, sentence = UNUSABLE[name]
+    write_model(kind, tmp_path)
+    change_config(tmp_path, changes)
+    with pytest.raises(RunError, match=re.escape(sentence)):
+        models.load_config(str(tmp_path))
+    if name in ("fp8", "own code"):
+        assert_refused(sentence, "01-single-gpu/train_llm.py", "-m", tmp_path)
+        assert_refused(sentence, "04-fsdp/memory.py", "-m", tmp_path)
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("sentence", MEANINGLESS)
+def test_losses_that_mean_nothing_are_refused(sentence, tmp_path):
+    kind, changes = MEANINGLESS[sentence]
+    write_model(kind, tmp_path / "model", **changes)
+    args = ("-m", tmp_path / "model", "--save-dir", tmp_path, "-e", "run")
+    for chapter in ("01-single-gpu", "04-fsdp"):
+        assert_refused(sentence, f"{chapter}/train_llm.py", *args)
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.nightly
+def test_parameters_without_a_gradient_are_refused_by_ddp(corpus, tmp_path):
+    """As in the indexer of DeepSeek-V3.2, which the loss does not reach."""
+    ranks = dict.fromkeys(("q_lora_rank", "kv_lora_rank"), 16)
+    heads = {"num_key_value_heads": 4, "head_dim": 4, "qk_rope_head_dim": 4, "index_head_dim": 8}
+    write_model("deepseek_v32", tmp_path / "model", **EXPERTS, **ranks, **heads)
+    args = ("-m", tmp_path / "model", "-d", corpus, "-s", LENGTH, "--save-dir", tmp_path)
+    assert_refused("parameters of this model get no gradient", "02-ddp/train_llm.py", *args)
+
+
+def test_the_loss_of_a_router_is_left_out(train, corpus, tmp_path, caplog):
+    write_model("qwen3_moe", tmp_path / "model")
+    args = ("-m", tmp_path / "model", "-d", corpus, "-s", LENGTH, "--max-steps", 2)
+    expected = train(*args, name="without")
+    assert "auxiliary loss" not in caplog.text
+    change_config(tmp_path / "model", {"output_router_logits": True})
+    found = train(*args, name="with")
+    assert "The auxiliary loss of" in caplog.text
+    assert found[-1]["loss"] == expected[-1]["loss"]
+
+
+@pytest.mark.check
+def test_positions_by_other_names():
+    assert models.sequence_length(MptConfig(max_seq_len=64), None) == 64
+    with pytest.raises(RunError, match="The model has 64 positions: --seq-length 65 is more"):
+        models.sequence_length(MptConfig(max_seq_len=64), 65)
+    assert models.sequence_length(LlamaConfig(max_position_embeddings=-1), None) == 1024
+
+
+@pytest.mark.check
+def test_the_page_lists_the_tested_architectures():
+    page = (ROOT / "01-single-gpu/reference.md").read_text()
+    _, table = page.split("| model type | ")
+    rows = table.split("\n\n")[0].splitlines()[2:]
+    assert [row.split("`")[1] for row in rows] == list(MODELS)
