@@ -15,6 +15,7 @@ from transformers import GenerationConfig
 
 from common import cli, launch
 from common.cli import RunError, at_least
+from common.models import n_positions
 
 from trained_model import TrainedModel, load_trained
 
@@ -120,7 +121,7 @@ def read_prompts(args: argparse.Namespace) -> Iterator[list[str]]:
 def answer(prompts: list[str], trained: TrainedModel, args: argparse.Namespace) -> Iterator[dict]:
     """Yield a record of each generated text. Raises RunError for a prompt that is too long."""
     model, tokenizer, end = trained.model, trained.tokenizer, trained.tokenizer.eos_token_id
-    positions = getattr(model.config, "max_position_embeddings", None) or 2**31
+    positions = n_positions(model.config)
     rows = []
     for prompt in prompts:
         text = prompt.encode(errors="replace").decode()  # bytes that are not UTF-8

@@ -79,7 +79,7 @@ def get_args() -> argparse.Namespace:
         help="steps between checkpoints, of those that log",
     )
     add("--keep-checkpoints", default=2, type=at_least(1), help="how many checkpoints to keep")
-    return parse_args(parser)  # a run that is resumed has its own defaults
+    return parse_args(parser)  # what is left out is as in the run that is resumed
 
 
 def main() -> None:
@@ -124,7 +124,7 @@ def main() -> None:
         sampler=sampler,
         drop_last=True,  # all micro-batches have the same size, so their losses can be averaged
         num_workers=args.num_workers,
-        timeout=300 if args.num_workers else 0,  # seconds: a stuck worker must not stop the run
+        timeout=300 if args.num_workers else 0,  # seconds, after which a stuck worker is an error
         pin_memory=device.type == "cuda",  # lets the copy to the GPU overlap with computation
         # An iterator draws a seed when it starts. Its own generator keeps torch's RNG unchanged.
         generator=torch.Generator(),

@@ -92,7 +92,7 @@ def get_args() -> argparse.Namespace:
         help="steps between checkpoints, of those that log",
     )
     add("--keep-checkpoints", default=2, type=at_least(1), help="how many checkpoints to keep")
-    return parse_args(parser)  # a run that is resumed has its own defaults
+    return parse_args(parser)  # what is left out is as in the run that is resumed
 
 
 @record  # lets torchrun report the exception of the rank that failed first
@@ -107,7 +107,7 @@ def main() -> None:
     world_size = int(os.environ["WORLD_SIZE"])
     local_rank = int(os.environ["LOCAL_RANK"])  # the rank within this machine
     device = torch.device("cpu")
-    if torch.cuda.is_available():  # a launcher can show each process another GPU, and only that
+    if torch.cuda.is_available():  # a launcher may show each process only its own GPU
         device = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)  # "cuda" without a number means this GPU from here on
     # GPUs multiply float32 matrices in TF32: the range of float32, about 3 decimal digits.
@@ -162,7 +162,7 @@ def main() -> None:
         sampler=sampler,
         drop_last=True,  # all micro-batches have the same size, so their losses can be averaged
         num_workers=args.num_workers,
-        timeout=300 if args.num_workers else 0,  # seconds: a stuck worker must not stop the run
+        timeout=300 if args.num_workers else 0,  # seconds, after which a stuck worker is an error
         pin_memory=device.type == "cuda",  # lets the copy to the GPU overlap with computation
         # An iterator draws a seed when it starts. Its own generator keeps torch's RNG unchanged.
         generator=torch.Generator(),

@@ -19,7 +19,7 @@ from torch.utils.data import Dataset, DistributedSampler
 from transformers import PreTrainedTokenizerBase
 
 from common.cli import RunError, is_rank_0
-from common.documents import are_few, find_documents, import_datasets, split_texts
+from common.documents import are_few, find_documents, split_texts
 from common.launch import end_with_parent, n_cores
 from common.models import vocabulary_size
 from common.shards import find_shards, open_shards
@@ -119,7 +119,8 @@ def encode_documents(
 
     file: where they are; each process does a part of the documents and adds a number to its name.
     """
-    datasets = import_datasets()
+    import datasets  # the documents have imported it
+
     size = documents.data.nbytes // BYTES_PER_PROCESS
     n_processes = max(1, min(n_cores(), len(documents), size))
     dtype = "uint16" if vocabulary_size(tokenizer) <= 2**16 else "uint32"

@@ -236,6 +236,7 @@ def read_texts(files: list[str], held_out: list[bool | None], fingerprint: str) 
     Each file is a document. held_out: for each file, or None if its content decides. Raises
     RunError for UTF-16, and if a file cannot be read.
     """
+    held_out = held_out.copy()
     for number, file in enumerate(files):
         with _open(file, "rb") as content:
             if content.read(2) in (b"\xff\xfe", b"\xfe\xff"):
@@ -291,14 +292,17 @@ def _pieces(files: list[str], held_out: list[bool | None], fingerprint: str) -> 
 
 
 def import_datasets() -> ModuleType:
-    """Import the datasets library without its log lines; this takes most of a second.
+    """Import the datasets library, which takes most of a second, and set it up.
 
-    Raises RunError if its cache cannot be written.
+    It logs nothing, and it does not read files that are NOT_DATA. Raises RunError if its cache
+    cannot be written.
     """
     logging.getLogger("datasets").setLevel(logging.CRITICAL)  # it logs the frameworks that it finds
     import datasets
 
     datasets.utils.logging.set_verbosity(logging.CRITICAL)  # it also raises the errors that it logs
+    ignored = datasets.data_files.FILES_TO_IGNORE
+    ignored[:] = sorted({*ignored, *NOT_DATA})
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it asks for metadata in READMEs
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
@@ -336,8 +340,6 @@ def load_table(name: str, subset: str | None) -> "DatasetDict":
         elif path.is_dir() and glob.escape(str(path)) != str(path):  # the library searches for it
             raise RunError(f"{path}: rename the folder, because its name has one of * ? [.")
         else:
-            ignored = datasets.data_files.FILES_TO_IGNORE
-            ignored[:] = sorted({*ignored, *NOT_DATA})
             tables = [file for file in files if kind_of(file) not in (None, "text")]
             upper = [file for file in tables if file.suffix != file.suffix.lower()]
             if upper and path.is_dir():  # in a folder, the library would not read it
@@ -405,8 +407,10 @@ def text_of(table: "DatasetDict", name: str, text_column: str | None) -> "Datase
                 part = part.add_column("held_out", np.full(len(part), split == "validation"))
             parts.append(part)
             sizes.append(f"{len(part):,} ({split})")
+    from datasets import concatenate_datasets  # the table has imported it
+
     others = ", ".join(split for split in table if split not in SPLITS)
-    rows = import_datasets().concatenate_datasets(parts)
+    rows = concatenate_datasets(parts)
     read = [table["train"].info.description]
     read += [f"rows of column {column!r}: {' and '.join(sizes)}"]
     read += [f"splits that are not read: {others}" if others else ""]

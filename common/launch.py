@@ -84,7 +84,7 @@ def prepare_environment() -> None:
         )
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", int(os.environ["LOCAL_RANK"]) + 1))
     n_gpus = torch.cuda.device_count()
-    # srun --gpus-per-task=1 shows each process one GPU, another one. NCCL refuses to share one.
+    # srun --gpus-per-task=1 shows each process only its own GPU. NCCL refuses to share a GPU.
     may_differ = n_gpus == 1 and "LOCAL_WORLD_SIZE" not in os.environ
     if 0 < n_gpus < local_size and not may_differ:
         raise RunError(
@@ -191,12 +191,12 @@ def _end_with(error: Exception) -> NoReturn:
     if sentence is None:
         traceback.print_exception(error)
         _exit(status)
-    rank = os.environ.get("RANK", "0")
-    if rank != "0":
+    if not is_rank_0():
         # When rank 0 has exited, the launcher sends SIGTERM. Then this rank has nothing to add.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         wait_for_rank_0(status)
-        sentence = "\n".join(f"[rank {rank}] {line}" for line in sentence.splitlines())
+        place = f"[rank {os.environ['RANK']}]"
+        sentence = "\n".join(f"{place} {line}" for line in sentence.splitlines())
     print(sentence, file=sys.stderr, flush=True)
     if isinstance(error, OSError):
         os._exit(status)  # the exit handlers of libraries would fail to write, too
@@ -276,7 +276,7 @@ def ask_for_requeue(run_dir: Path, step: int) -> int:
     step: the step after which the run was saved. The file contains Slurm's job id and restart
     count. The status is 75, but 0 under torchrun, which would restart all ranks after any other.
     """
-    if os.environ["RANK"] == "0":
+    if is_rank_0():
         job = [os.environ.get(name) or "0" for name in ("SLURM_JOB_ID", "SLURM_RESTART_COUNT")]
         (local_run_dir(run_dir) / "requeue").write_text(" ".join(job) + "\n")
         command = resume_command(run_dir.name)

@@ -115,7 +115,7 @@ def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     folder = str(PRESETS / "tokenizer") if is_preset else resolve_model(name, kind)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-        if not _has_rules_of_its_file(tokenizer, folder):
+        if not is_preset and not _has_rules_of_its_file(tokenizer, folder):
             tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     except Exception as error:  # the package tokenizers raises plain Exceptions
         raise cannot_load(kind, name, error) from error
@@ -148,13 +148,18 @@ def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
     return max(tokenizer.get_vocab().values()) + 1
 
 
+def n_positions(config: PretrainedConfig) -> float:
+    """Return how many tokens a model can see at once; infinity if there is no limit."""
+    limit = max(getattr(config, name, None) or 0 for name in POSITIONS)
+    return limit if limit > 0 else math.inf
+
+
 def sequence_length(config: PretrainedConfig, seq_length: int | None) -> int:
     """Return `seq_length` or, if it is None, the number of the model's positions, but at most 1024.
 
     Raises RunError if the sequence is longer than the positions.
     """
-    limits = [getattr(config, name, None) or 0 for name in POSITIONS]
-    positions = max(limits) if max(limits) > 0 else math.inf
+    positions = n_positions(config)
     if seq_length is not None and seq_length > positions:
         raise RunError(
             f"The model has {positions} positions: --seq-length {seq_length} is more than that, so "
@@ -192,8 +197,8 @@ def load_pretrained(
         )
     with torch.device("meta"):
         untrained = type(model)(model.config)
-    for name, parameter in untrained.named_parameters():  # from_pretrained would train them all
-        model.get_parameter(name).requires_grad_(parameter.requires_grad)
+    for key, parameter in untrained.named_parameters():  # from_pretrained would train them all
+        model.get_parameter(key).requires_grad_(parameter.requires_grad)
     return model
 
 
