@@ -11,11 +11,11 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from transformers import GenerationConfig
+from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from common import cli, launch
 from common.cli import RunError, at_least
-from common.models import n_positions
+from common.models import encode_chat, hide_special_tokens, n_positions
 
 from trained_model import TrainedModel, load_trained
 
@@ -124,14 +124,7 @@ def answer(prompts: list[str], trained: TrainedModel, args: argparse.Namespace) 
     positions = n_positions(model.config)
     rows = []
     for prompt in prompts:
-        text = prompt.encode(errors="replace").decode()  # bytes that are not UTF-8
-        if args.chat:
-            messages = [{"role": "user", "content": text}]
-            text = tokenizer.apply_chat_template(
-                messages, tokenize=False, add_generation_prompt=True
-            )
-        # An empty prompt starts a new document: in training, one follows each end-of-text token.
-        ids = tokenizer(text, add_special_tokens=False)["input_ids"] or [end]
+        ids = encode_prompt(prompt, tokenizer, args.chat)
         if (room := positions - len(ids)) < args.max_new_tokens:
             remedy = f"give --max-new-tokens {room} or less" if room > 0 else "shorten the prompt"
             raise RunError(
@@ -153,6 +146,17 @@ def answer(prompts: list[str], trained: TrainedModel, args: argparse.Namespace) 
                 "new_tokens": len(new),
                 "text": text,
             }
+
+
+def encode_prompt(prompt: str, tokenizer: PreTrainedTokenizerBase, chat: bool) -> list[int]:
+    """Return a prompt's tokens; in a chat, the name of a special token is text, as in training."""
+    text = prompt.encode(errors="replace").decode()  # bytes that are not UTF-8
+    if chat:
+        messages = [{"role": "user", "content": hide_special_tokens(text, tokenizer)}]
+        options = {"tokenize": False, "add_generation_prompt": True}
+        return encode_chat(tokenizer.apply_chat_template(messages, **options), tokenizer)
+    # An empty prompt starts a new document: in training, one follows each end-of-text token.
+    return tokenizer.encode(text, add_special_tokens=False) or [tokenizer.eos_token_id]
 
 
 def pad(rows: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:

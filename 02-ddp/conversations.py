@@ -3,9 +3,7 @@
 import argparse
 import ast
 import dataclasses
-import functools
 import logging
-import re
 import sysconfig
 import textwrap
 import warnings
@@ -22,6 +20,7 @@ from transformers import PreTrainedTokenizerBase
 from common.cli import RunError
 from common.data import IGNORED
 from common.documents import BUILT_IN, NOT_CODE, fetch, is_held_out, load_table
+from common.models import encode_chat, hide_special_tokens
 from common.storage import is_remote
 
 if TYPE_CHECKING:
@@ -30,7 +29,6 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 KEYS = ("input_ids", "labels", "position_ids")
-PRIVATE = 0x10F000  # characters from here on, for private use, stand for special tokens' names
 COLUMNS = "question,answer"  # of a table without a column "messages"
 Messages = list[dict[str, str]]  # of one conversation: {"role": ..., "content": ...}
 
@@ -123,8 +121,7 @@ def encode(messages: Messages, tokenizer: PreTrainedTokenizerBase) -> tuple[list
             f"The tokenizer of {name} has no chat template: give --tokenizer-name a folder with a "
             "tokenizer and a chat_template.jinja."
         )
-    for character, token in special_tokens(tokenizer).items():
-        messages = [{**m, "content": m["content"].replace(token, character)} for m in messages]
+    messages = [{**m, "content": hide_special_tokens(m["content"], tokenizer)} for m in messages]
     input_ids, labels, done = [], [], ""
     for turn, message in enumerate(messages):
         if message["role"] != "assistant":
@@ -144,31 +141,12 @@ def encode(messages: Messages, tokenizer: PreTrainedTokenizerBase) -> tuple[list
                 f"The chat template of {name} changes earlier messages when "
                 "later ones follow: use another template, or conversations with one answer."
             )
-        prompt_ids = tokenize(prompt[len(done) :], tokenizer)
-        answer_ids = tokenize(answered[len(prompt) :], tokenizer)
+        prompt_ids = encode_chat(prompt[len(done) :], tokenizer)
+        answer_ids = encode_chat(answered[len(prompt) :], tokenizer)
         input_ids += prompt_ids + answer_ids
         labels += [IGNORED] * len(prompt_ids) + answer_ids
         done = answered
     return input_ids, labels
-
-
-def tokenize(rendered: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the tokens of a part of a conversation in which messages have no special tokens."""
-    names, tokens = special_tokens(tokenizer), []
-    for piece in re.split(f"([{''.join(names)}])", rendered):
-        options = {"add_special_tokens": False, "split_special_tokens": piece in names}
-        tokens += tokenizer.encode(names.get(piece, piece), verbose=False, **options)
-    return tokens
-
-
-@functools.cache
-def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
-    """Return the names of the special tokens, longest first, by a private character for each."""
-    special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
-    return {
-        chr(PRIVATE + number): token
-        for number, token in enumerate(sorted(special, key=len, reverse=True))
-    }
 
 
 def pack(encoded: list[tuple[list[int], list[int]]], seq_length: int) -> torch.Tensor:

@@ -174,8 +174,8 @@ def main() -> None:
     sums = torch.zeros(5, dtype=torch.float64, device=device)
     model.train()  # turns dropout on, if the model has any
     # Python's garbage collector would pause some steps for up to 0.4 s. From here on it runs only
-    # when a step is logged, and it ignores objects that an earlier collection has kept.
-    gc.collect()
+    # after an epoch, and it ignores all objects that exist now.
+    gc.freeze()
     gc.disable()
     while step < total_steps:
         epoch, epoch_step = divmod(step, steps_per_epoch)
@@ -229,8 +229,8 @@ def main() -> None:
             }
             logged_step = step
             sums.zero_()
-            gc.collect(1)
         if end_of_epoch:
+            gc.collect()
             with timers("evaluate"):
                 eval_loss, accuracy, _ = evaluate(model, splits["validation"], *eval_args)
             results.check_finite({"evaluation loss": eval_loss}, step, run_dir, best_epoch)

@@ -35,15 +35,20 @@ SETUPS = {
     f"Chapter 5 with {CHECKPOINTING} full": BF16 | FULL,
     f"Chapter 5 with {CHECKPOINTING} full --cpu-offload": BF16 | FULL | {"cpu_offload": True},
 }
+SHARED = " and context-parallel.diff, --context-parallel"  # in the name of a setup
 RESERVE = 0.05  # share of a GPU's memory for CUDA, NCCL and fragmentation
 MAX_GPUS = 2**16
 
 
 def predict_all(config: PretrainedConfig, options: Options, cache: dict) -> dict[str, dict]:
     """Return the prediction for each setup; cache: see predict."""
+    setups = {name: each | {"context_parallel": 1} for name, each in SETUPS.items()}
+    if (n := options.context_parallel) > 1:
+        names = [name for name in SETUPS if name.startswith("Chapter 5")][:3]  # without offloading
+        setups |= {f"{name}{SHARED} {n}": SETUPS[name] | {"context_parallel": n} for name in names}
     return {
         name: predict(config, replace(options, **changes), cache)
-        for name, changes in SETUPS.items()
+        for name, changes in setups.items()
     }
 
 
@@ -59,7 +64,7 @@ def recommend(config: PretrainedConfig, options: Options, memory: float, cache: 
     predictions = predict_all(config, options, cache)
     name = first_fit(predictions, memory)
     if name is None:  # with --cpu-offload, more GPUs would not lower the peak
-        return "No number of GPUs is enough: lower --batch-size or --seq-length."
+        return share_sequences(config, options, memory, cache)
     found = predictions[name]
     needs = f"{name}: {found['peak'] / GIB:.1f} of {memory:g} GiB per GPU"
     if not found["host"]:
@@ -75,7 +80,33 @@ def recommend(config: PretrainedConfig, options: Options, memory: float, cache: 
     return needs
 
 
+def share_sequences(config: PretrainedConfig, options: Options, memory: float, cache: dict) -> str:
+    """Return a sentence that names a setup in which several GPUs share a sequence."""
+    gpus = options.gpus
+    ways = [2**k for k in range(1, 17) if not refusal(config, options.seq_length, 2**k)]
+    while gpus < MAX_GPUS:
+        for n in (n for n in ways if gpus % n == 0):
+            predictions = predict_all(
+                config, replace(options, gpus=gpus, context_parallel=n), cache
+            )
+            if name := first_fit(predictions, memory, host=False):
+                needs = f"{name}: {predictions[name]['peak'] / GIB:.1f} of {memory:g} GiB per GPU"
+                enough = gpus == options.gpus
+                few = f"{options.gpus} GPUs are not enough. On {gpus} GPUs: "
+                return f"{needs}; no earlier setup fits." if enough else f"{few}{needs}."
+        gpus *= 2
+    return "No number of GPUs is enough: lower --batch-size or --seq-length, or split layers."
+
+
+def refusal(config: PretrainedConfig, seq_length: int, n: int) -> str:
+    """Return why n GPUs cannot share a sequence of this model, or nothing."""
+    if config.model_type not in models.MODELS_WITHOUT_MASK:
+        return f"needs GPT-2 or Llama, not {config.model_type}"
+    return f"does not divide half of {seq_length}" if seq_length % (2 * n) else ""
+
+
 def short(name: str) -> str:
+    name = name.replace(SHARED, " --context-parallel")
     return name.replace("with ", "").replace(f"{CHECKPOINTING} ", "")
 
 
@@ -84,7 +115,8 @@ def table(predictions: dict[str, dict], memory: float) -> str:
     columns = ("parameters", "gradients", "moments", "gathered", "activations", "peak", "host")
     small = max(found["peak"] for found in predictions.values()) < 4 * GIB
     unit, title = (2**20, "MiB per rank") if small else (GIB, "GiB per rank")
-    lines = [f"{title:28}" + "".join(f"{column:>12}" for column in columns) + "  peak at"]
+    width = max(28, *(len(short(name)) for name in predictions))
+    lines = [f"{title:{width}}" + "".join(f"{column:>12}" for column in columns) + "  peak at"]
     for name, found in predictions.items():
         sizes = found | {key: found["parts"][key] for key in ("gathered", "activations")}
         sizes["gradients"] += found["buckets"]
@@ -92,7 +124,7 @@ def table(predictions: dict[str, dict], memory: float) -> str:
         phase, layer = found["peak_at"]
         where = f"{phase} of layer {layer}" if layer >= 0 and phase.endswith("ward") else phase
         fits = first_fit({name: found}, memory)
-        lines.append(f"{short(name):28}{numbers}  {where}{'' if fits else ': does not fit'}")
+        lines.append(f"{short(name):{width}}{numbers}  {where}{'' if fits else ': does not fit'}")
     return "\n".join(lines)
 
 
@@ -116,6 +148,7 @@ def get_args() -> argparse.Namespace:
     default_on = {"default": True, "action": argparse.BooleanOptionalAction}
     add("--reshard-after-forward", **default_on, help="free weights between forward and backward")
     add("--hsdp", action="store_true", help="shard within nodes, replicate over nodes")
+    add("--context-parallel", default=1, type=at_least(1), help="GPUs that share each sequence")
     return parser.parse_args()
 
 
@@ -129,15 +162,19 @@ def main() -> None:
     config = models.load_config(args.model_name)
     if args.num_layers:
         config.num_hidden_layers = args.num_layers
-    args.seq_length = models.sequence_length(config, args.seq_length)
+    args.seq_length, n = models.sequence_length(config, args.seq_length), args.context_parallel
+    reason = refusal(config, args.seq_length, n) if n > 1 else ""
+    if reason or args.gpus % n:
+        raise RunError(f"--context-parallel {n} {reason or f'does not divide {args.gpus} GPUs'}.")
     options = Options(**{f.name: getattr(args, f.name) for f in fields(Options) if f.name in args})
     cache = {}
     predictions = predict_all(config, options, cache)
     print(table(predictions, args.gpu_memory))
     sequences = args.gpus * args.batch_size * args.accumulation
+    shared = f" ({sequences // n} with --context-parallel)" if n > 1 else ""
     print(
-        f"The table is for --global-batch-size {sequences}; for a larger one, set --accumulation. "
-        f"A setup fits if its peak is at most {1 - RESERVE:.0%} of --gpu-memory."
+        f"The table is for --global-batch-size {sequences}{shared}; for a larger one, set "
+        f"--accumulation. A setup fits if its peak is at most {1 - RESERVE:.0%} of --gpu-memory."
     )
     print(recommend(config, options, args.gpu_memory, cache))
 

@@ -167,7 +167,7 @@ def patched(script: Path, folder: Path) -> Path:
     if not copy.exists():
         copy.parent.mkdir()
         shutil.copy(script, copy)
-        diff = Path(__file__).with_name(f"autocast-{script.parent.name[:2]}.diff").absolute()
+        diff = Path(__file__).absolute().parent / f"diffs/autocast-{script.parent.name[:2]}.diff"
         subprocess.run(["git", "apply", diff], cwd=folder, check=True)
     return copy
 

@@ -271,7 +271,7 @@ def main() -> None:
         return 0.1 + 0.9 * (1 + math.cos(math.pi * min(1.0, progress))) / 2
 
     lr_scheduler = LambdaLR(optimizer, lr_factor)
-    # float16 overflows above 65504 and underflows below 6e-8, so the loss is scaled up. If a
+    # float16 overflows above 65504 and underflows below 3e-8, so the loss is scaled up. If a
     # gradient overflows on any rank, all ranks skip the step and halve the scale.
     scaler = torch.amp.GradScaler(device.type, enabled=args.precision == "fp16")
     scaler.scale(torch.zeros((), device=shard_device))  # creates the scale on the gradients' device

@@ -187,6 +187,7 @@ def run(main: Callable[[], None]) -> NoReturn:
 
 def _end_with(error: Exception) -> NoReturn:
     """Print an error and exit; ranks other than 0 only do so if rank 0 does not exit meanwhile."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # PyTorch's handler raises for a dead data worker
     sentence, status = _explain(error)
     if sentence is None:
         traceback.print_exception(error)
@@ -217,7 +218,12 @@ def _explain(error: Exception) -> tuple[str | None, int]:
     if isinstance(error, RuntimeError) and "EADDRINUSE" in text:
         port = os.environ["MASTER_PORT"]
         return f"Port {port} is in use: give another MASTER_PORT, or torchrun --standalone.", 2
-    if isinstance(error, RuntimeError) and text.startswith("DataLoader "):
+    frames = traceback.extract_tb(error.__traceback__)
+    # A data worker that died is noticed by a signal, or by the connection to it.
+    in_loader = any(frame.filename.endswith("torch/utils/data/dataloader.py") for frame in frames)
+    cut_off = in_loader and isinstance(error, ConnectionError | EOFError)
+    if cut_off or (isinstance(error, RuntimeError) and text.startswith("DataLoader ")):
+        text = text or "its connection was closed"
         return (
             f"A data worker cannot deliver batches ({text.splitlines()[0].rstrip('.')}): "
             "--num-workers 0 needs none; others need room in /dev/shm and a short TMPDIR."
@@ -236,7 +242,6 @@ def _explain(error: Exception) -> tuple[str | None, int]:
     unreachable = isinstance(error, dist.DistNetworkError | dist.DistStoreError)
     if unreachable or (isinstance(error, RuntimeError) and "/gloo/" in text):
         reason = re.sub(r"^\[.*?\] |\. This is typically .*", "", text.splitlines()[0])
-        frames = traceback.extract_tb(error.__traceback__)
         own = [frames[0], *(frame for frame in frames if OWN_FILES.match(frame.filename))][-1]
         return (
             f"{own.filename}, line {own.lineno}: {own.line}\n"

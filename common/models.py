@@ -27,6 +27,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
+    GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -45,6 +46,7 @@ PRESET_NAMES = tuple(sorted(path.parent.name for path in PRESETS.glob("*/config.
 CAUSAL_ALTHOUGH_NOT_DECODER = ("gpt_neox", "gpt_neox_japanese")
 POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length")
 CHECKED_TOKENS = 8
+PRIVATE = 0x10F000  # characters from here on, for private use, stand for special tokens' names
 PROMPTS = {"python-stdlib": "    def"}  # of the sample of a model's text, by data set
 
 
@@ -180,6 +182,8 @@ def load_pretrained(
     """
     if name in PRESET_NAMES:
         raise RunError(f"The preset {name} has no weights: leave out --pretrained.")
+    if (Path(name) / "adapter_config.json").exists():
+        raise RunError(f"{name} holds an adapter of PEFT: merge it into its model first.")
     # Without these, transformers draws missing tensors, and names wrong shapes in its log only.
     options = {"output_loading_info": True, "ignore_mismatched_sizes": True}
     try:
@@ -206,15 +210,19 @@ def load_pretrained(
 def check_causal(model: PreTrainedModel) -> None:
     """Raise RunError if a model sees later tokens or does not shift its labels.
 
-    Its losses would mean nothing. A forward pass on the CPU over CHECKED_TOKENS tokens shows it.
+    Its losses would mean nothing. A forward pass on the CPU over CHECKED_TOKENS tokens shows it, or
+    shows that the sizes in the configuration do not fit together.
     """
+    name = model.config.name_or_path or model.config.model_type
     tokens = torch.arange(2, CHECKED_TOKENS + 2)[None] % model.config.vocab_size
     other = tokens.clone()
     other[0, -1] = 0
     model.eval()
-    logits, output = model(input_ids=tokens).logits, model(input_ids=other, labels=other)
+    try:
+        logits, output = model(input_ids=tokens).logits, model(input_ids=other, labels=other)
+    except RuntimeError as error:
+        raise cannot_load("model", name, error) from error
     model.train()
-    name = model.config.name_or_path or model.config.model_type
     if not output.logits.isfinite().all():
         raise RunError(f"The model {name} computes nan or inf: get its weights again.")
     difference = (logits - output.logits)[0, :-1].abs().max()
@@ -275,7 +283,7 @@ def causal_sdpa(
     of key and value are repeated.
     """
     groups = query.shape[1] // key.shape[1]
-    if groups == 1 or query.dtype != torch.float32:
+    if groups <= 1 or query.dtype != torch.float32:
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, dropout, scaling, **options
         )
@@ -316,24 +324,55 @@ def sample_text(
     """
     torch.manual_seed(seed)
     prompt = PROMPTS.get(dataset_name, tokenizer.eos_token)
-    encoded = tokenizer(prompt, add_special_tokens=False, return_tensors="pt").to(device)
-    if encoded["input_ids"].shape[1] >= length:
+    ids = tokenizer.encode(prompt, add_special_tokens=False, return_tensors="pt").to(device)
+    if ids.shape[1] >= length:
         return prompt
     model.eval()
+    settings = model.generation_config  # of a folder: they may need more than a sample does
+    model.generation_config = GenerationConfig(
+        max_new_tokens=min(length, 256) - ids.shape[1],
+        do_sample=True,
+        temperature=0.7,
+        top_k=40,
+        remove_invalid_values=True,
+        use_cache=True,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.eos_token_id,
+    )
     with torch.compiler.set_stance("force_eager"):  # it would compile once for every length
-        tokens = model.generate(
-            encoded["input_ids"],
-            attention_mask=encoded["attention_mask"],
-            max_new_tokens=min(length, 256) - encoded["input_ids"].shape[1],
-            do_sample=True,
-            temperature=0.7,
-            top_k=40,
-            remove_invalid_values=True,
-            use_cache=True,
-            pad_token_id=tokenizer.eos_token_id,
-            synced_gpus=torch.distributed.is_initialized(),  # FSDP gathers weights for each token
-        )
+        synced = torch.distributed.is_initialized()  # FSDP gathers weights for each token
+        tokens = model.generate(ids, attention_mask=torch.ones_like(ids), synced_gpus=synced)
+    model.generation_config = settings
     return tokenizer.decode(tokens[0], skip_special_tokens=True)
+
+
+# --- chat: the name of a special token in a message is text ---
+
+
+@functools.cache
+def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
+    """Return the names of the special tokens, longest first, by a private character for each."""
+    special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
+    return {
+        chr(PRIVATE + number): token
+        for number, token in enumerate(sorted(special, key=len, reverse=True))
+    }
+
+
+def hide_special_tokens(message: str, tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return a message in which private characters stand for the names of special tokens."""
+    for character, token in special_tokens(tokenizer).items():
+        message = message.replace(token, character)
+    return message
+
+
+def encode_chat(rendered: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the tokens of a conversation, or of a part, whose messages went through the above."""
+    names, tokens = special_tokens(tokenizer), []
+    for piece in re.split(f"([{''.join(names)}])", rendered):
+        options = {"add_special_tokens": False, "split_special_tokens": piece in names}
+        tokens += tokenizer.encode(names.get(piece, piece), verbose=False, **options)
+    return tokens
 
 
 # --- names: presets, local folders and hub ids ---

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-SCRIPT = Path(__file__).parents[1] / "03-multi-node" / "local_cluster.sh"
+SCRIPT = Path(__file__).parents[1] / "03-multi-node/tools/local_cluster.sh"
 ENVIRONMENT = dict(os.environ)  # before a test, or a library that it imports, has changed it
 # For what takes seconds alone, and minutes where other tests run beside it.
 PATIENCE_S = 600

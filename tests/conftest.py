@@ -69,13 +69,14 @@ def pytest_unconfigure() -> None:
 
 # The modules that take longest start first, so that no worker is left alone with one at the end.
 LONGEST = (
+    "test_multi_node",
     "test_labs",
     "test_pages",
     "test_precision",
     "test_fsdp",
     "test_parity",
     "test_fault_lab",
-    "test_tensor_parallel",
+    "test_parallel",
 )
 
 

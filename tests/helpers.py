@@ -630,7 +630,7 @@ def patch(
     script = folder / chapter / "train_llm.py"
     script.parent.mkdir(parents=True)
     shutil.copy(ROOT / chapter / "train_llm.py", script)
-    done = apply(diff or ROOT / CHAPTERS[4] / f"autocast-{chapter[:2]}.diff", folder)
+    done = apply(diff or ROOT / CHAPTERS[4] / f"diffs/autocast-{chapter[:2]}.diff", folder)
     assert done.returncode == 0 and "Applied patch" in done.stderr, done.stderr
     for right, wrong in replaced:
         replace_in(script, right, wrong)

@@ -17,7 +17,7 @@ NODES = ["node1", "node2"]
 STEPS = 24
 CKPT_FREQ = 4
 JOB, JOB_SRUN = "03-multi-node/job.sbatch", "03-multi-node/job_srun.sbatch"
-PAUSE = 0.15  # after each step of a run that is to be hit
+PAUSE = 1  # second after each step of a run that is to be hit
 
 
 class Lab:
@@ -111,8 +111,15 @@ class Lab:
         path = self.folder / name
         return read_metrics(path, going_on=True) if (path / "metrics.jsonl").exists() else []
 
-    def wait_for(self, what: Callable[[], bool], timeout: float = PATIENCE_S) -> None:
-        self.cluster.until(what, "what the test waits for", timeout)
+    def wait_for(
+        self, what: Callable[[], bool], timeout: float = PATIENCE_S, show: str | None = None
+    ) -> None:
+        """Wait; the error, should it last too long, has the log of the run `show`."""
+        try:
+            self.cluster.until(what, "what the test waits for", timeout)
+        except AssertionError as error:
+            error.add_note(self.log(show) if show else "")
+            raise
 
     def wait_for_step(self, name: str, step: int) -> None:
         """Wait until a run has logged a step; a test hits it then, between two checkpoints."""

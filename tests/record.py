@@ -83,7 +83,9 @@ def run(command: str, copy: Path) -> tuple[int, str]:
         command = f"git apply {diff} && trap 'git apply --reverse {diff}' EXIT && {command}"
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     done = subprocess.run(["bash", "-c", command], cwd=copy, env=env, **streams)
-    return done.returncode, done.stdout.decode(errors="replace").replace(f"{copy}/", "")
+    text = done.stdout.decode(errors="replace").replace(f"{copy}/", "")
+    # pip warns about the places where this machine looks for packages.
+    return done.returncode, re.sub(r"^WARNING: Location .*\n", "", text, flags=re.MULTILINE)
 
 
 def machine_line(old: str) -> str:

@@ -27,7 +27,7 @@ from helpers import (
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 DDP, FSDP = CHAPTERS[1], CHAPTERS[4]
-DIFFS = [ROOT / FSDP / f"autocast-{chapter[:2]}.diff" for chapter in CHAPTERS[:3]]
+DIFFS = [ROOT / FSDP / f"diffs/autocast-{chapter[:2]}.diff" for chapter in CHAPTERS[:3]]
 STEPS, MIDDLE, OVERFLOW = 20, 10, 2
 FIRST_SCALE, LARGE_SCALE = 2.0**16, 2.0**22  # the first is GradScaler's own
 # How far a loss, a gradient norm and an evaluation's loss may be from float32's, relative. Measured

@@ -17,7 +17,7 @@ from common import checkpoint
 
 STEPS = 12
 CHAPTER = "01-single-gpu"
-compare_runs = load_script(ROOT / "03-multi-node/compare_runs.py")
+compare_runs = load_script(ROOT / "03-multi-node/tools/compare_runs.py")
 
 
 @pytest.fixture

@@ -11,7 +11,7 @@ import pytest
 from helpers import ROOT, read_metrics, run_script
 from runner import load_script
 
-LAB = "03-multi-node/fault_lab.py"
+LAB = "03-multi-node/tools/fault_lab.py"
 TIMEOUT = 30  # seconds that a rank waits for the others
 fault_lab = load_script(ROOT / LAB)
 shared = sys.modules["faults.lab"]
@@ -165,6 +165,6 @@ def test_list_has_every_fault():
     done = run_script(LAB, "list")
     assert done.returncode == 0
     assert re.findall(r"^([\w-]+)  +\S", done.stdout, re.MULTILINE) == list(fault_lab.FAULTS)
-    page = (ROOT / "03-multi-node/diagnosing.md").read_text()
+    page = (ROOT / "03-multi-node/topics/diagnosing.md").read_text()
     for fault in fault_lab.FAULTS:
         assert f"fault_lab.py {fault}\n" in page, "the page has a section on each"

@@ -11,7 +11,7 @@ import torch
 from helpers import ROOT, read_metrics, run_script, tensors
 from runner import load_script
 
-CHAPTER = ROOT / "05-mixed-precision"
+EXPERIMENTS = ROOT / "05-mixed-precision/experiments"
 SCRIPT = "05-mixed-precision/train_llm.py"
 
 
@@ -21,7 +21,7 @@ SCRIPT = "05-mixed-precision/train_llm.py"
 @pytest.mark.check
 def test_formats():
     """Compare with all numbers that a format has, which for up to 16 bits can be listed."""
-    script = load_script(CHAPTER / "formats.py")
+    script = load_script(EXPERIMENTS / "formats.py")
     wide, tf32, *narrow = script.formats()
     assert (wide.name, tf32.name) == ("float32", "TF32")
     for each in narrow:
@@ -53,7 +53,7 @@ def test_formats():
 @pytest.mark.check
 def test_simulated_sums():
     """Compare the simulation with a sum number by number, and with sums that are exact."""
-    script = load_script(CHAPTER / "reduction.py")
+    script = load_script(EXPERIMENTS / "reduction.py")
     grads = torch.randn(8, 16, generator=torch.Generator().manual_seed(1)).bfloat16()
     expected = []
     for column in range(16):
@@ -115,7 +115,7 @@ def spikes() -> Iterator[None]:
 @pytest.mark.check
 def test_loss_scaling_by_hand():
     """Compare with GradScaler: every scale, loss and verdict, and the last weights, bit by bit."""
-    script = load_script(CHAPTER / "loss_scaling.py")
+    script = load_script(EXPERIMENTS / "loss_scaling.py")
     for options in (script.TOO_HIGH, {"init_scale": 2.0**16, "growth_interval": 3}):
         with spikes():
             rows, weight = script.by_hand(40, **options)
@@ -133,7 +133,7 @@ def test_loss_scaling_by_hand():
 @pytest.mark.check
 def test_rounding_at_random():
     """Round with each of the 2^16 equally likely random numbers: the mean is exact."""
-    script = load_script(CHAPTER / "stochastic_rounding.py")
+    script = load_script(EXPERIMENTS / "stochastic_rounding.py")
     drawn = torch.arange(2**16, dtype=torch.int32)
     tiny = torch.finfo(torch.float32).tiny
     numbers = [0.1, -0.1, 1 + 2**-20, 1 + 2**-7 - 2**-23, -3e-5, 3e38, tiny * (1 + 2**-9)]
@@ -175,7 +175,7 @@ def test_the_chapter_s_script_with_random_rounding(tmp_path, corpus):
     options = ("-s", 16, "-b", 1, "--global-batch-size", 1, "-d", corpus, "--save-dir", tmp_path)
     options += ("--max-steps", 3, "--param-dtype", "bfloat16", "--lr", 3e-5, "--warmup-steps", 0)
     options += ("--log-freq", 1, "--ckpt-freq", 1, "--keep-checkpoints", 3, "-e", "run")
-    wrappers = (CHAPTER / "log_changed.py", CHAPTER / "stochastic_rounding.py")
+    wrappers = (EXPERIMENTS / "log_changed.py", EXPERIMENTS / "stochastic_rounding.py")
     done = run_script(*wrappers, SCRIPT, *options)
     assert done.returncode == 0, done.stderr
     shares = [line["share_changed"] for line in read_metrics(tmp_path / "run")]

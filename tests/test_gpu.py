@@ -210,7 +210,7 @@ def test_one_rank_is_chapter_1(tmp_path):
 @pytest.mark.gpu
 def test_compressed_gradients_do_without_the_gpus():
     """PowerSGD wants gradients on a GPU where PyTorch has found one: here they are on the CPU."""
-    done = run_script(*TORCHRUN, 2, "05-mixed-precision/compression.py", "--steps", 12)
+    done = run_script(*TORCHRUN, 2, "05-mixed-precision/experiments/compression.py", "--steps", 12)
     assert done.returncode == 0, done.stderr
     assert "PowerSGD, rank 16" in done.stdout
 
@@ -323,7 +323,13 @@ register("05-mixed-precision", OVERFLOW)
 def test_an_overflow_on_one_gpu_makes_all_skip(tmp_path, args):
     """Rank 1's gradients overflow in step 5: the weights stay, all halve the scale and go on."""
     script = plant("05-mixed-precision", tmp_path / "chapter", OVERFLOW) / "train_llm.py"
-    words = (ROOT / "05-mixed-precision/log_changed.py", script, "--precision", "fp16", *args)
+    words = (
+        ROOT / "05-mixed-precision/experiments/log_changed.py",
+        script,
+        "--precision",
+        "fp16",
+        *args,
+    )
     metrics = train_in_shell(tmp_path, "overflow", *TORCHRUN, 2, *words)
     scales = [line["loss_scale"] for line in metrics]
     assert scales[4] == scales[3] / 2 and set(scales[4:]) == {scales[4]}

@@ -40,7 +40,7 @@ import conversations
 from conversations import Conversations, as_messages, encode, load_conversations, pack
 
 CHAPTER = "02-ddp"
-DIFF = ROOT / CHAPTER / "instruct.diff"
+DIFF = ROOT / CHAPTER / "diffs/instruct.diff"
 STEPS, LEARNT_STEPS = 20, 60
 CAPITALS = {"France": "Paris", "Japan": "Tokyo", "Peru": "Lima", "Kenya": "Nairobi"}
 
@@ -90,7 +90,7 @@ OF_MICRO_BATCH = ((LOSS, "ddp_model(**batch).loss / accumulation"),)
 COUNTED = "            dist.all_reduce(answer_tokens)\n"
 OF_RANK = ((COUNTED, "            answer_tokens = answer_tokens * world_size\n"),)
 for bug in (OF_MICRO_BATCH, OF_RANK):
-    register("02-ddp/instruct.diff", bug)
+    register("02-ddp/diffs/instruct.diff", bug)
 RUNS = {
     "1-b6": Run(1, ("-b", 6)),
     "1-mask": Run(1, ("-b", 6), plant={"encode": label_all_tokens}),

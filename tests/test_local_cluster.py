@@ -131,6 +131,6 @@ def test_up_takes_nothing_that_something_else_uses(machine, tmp_path):
     assert refusal(machine.script("up")) == sentence
     assert machine.script("up", LOCAL_CLUSTER_NETWORK="172.30.9").returncode == 0
     before = machine.footprint()
-    sentence = "A cluster is up already. To end it: bash 03-multi-node/local_cluster.sh down"
+    sentence = "A cluster is up already. To end it: bash 03-multi-node/tools/local_cluster.sh down"
     assert refusal(machine.script("up")) == sentence
     assert machine.footprint() == before

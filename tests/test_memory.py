@@ -2,25 +2,33 @@
 
 import random
 import re
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import ROOT, first_then_nightly
+from helpers import CHAPTERS, ROOT, first_then_nightly, patch
 from runner import ask_ranks, load_script
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
+from torch.nn.functional import scaled_dot_product_attention
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from torch.utils.weak import WeakIdKeyDictionary
-from transformers import AutoModelForCausalLM
+from transformers import (
+    AttentionInterface,
+    AutoModelForCausalLM,
+    PretrainedConfig,
+    PreTrainedModel,
+)
 
 from common.models import causal_attention, load_config
 from common.sharding import SAVED_OPS, find_layers
@@ -78,8 +86,9 @@ class Alive(TorchDispatchMode):
         return result
 
 
-def load(name: str):
+def load(name: str, **sizes: int) -> PretrainedConfig:
     config = load_config(name)
+    config.update(sizes)
     # As many heads of keys as of queries: then CPUs and GPUs keep the same for the backward pass.
     config.num_key_value_heads = config.num_attention_heads
     config.num_hidden_layers = 2
@@ -90,15 +99,34 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def train(name: str, options: Options) -> dict[str, int]:
-    """Train two steps as the chapters do; return the bytes stored in the second, and the most."""
+def share_sequences(script: ModuleType, model: PreTrainedModel, options: Options) -> None:
+    """Do what context-parallel.diff does with attention, without the masks that CPUs need."""
+    n_ranks = options.context_parallel
+    length = options.seq_length // (2 * n_ranks)
+    masks = [SimpleNamespace(seq_len_kv=chunks * length) for chunks in (1, 2 * n_ranks)]
+    mesh = init_device_mesh("cpu", (options.gpus // n_ranks, n_ranks), mesh_dim_names=("dp", "cp"))
+    script.scaled_dot_product_attention = lambda query, key, value, attn_mask, dropout_p, scale: (
+        scaled_dot_product_attention(query, key, value, scale=scale)
+    )
+    attend = partial(script.attend_to_row, mesh["cp"], masks)
+    AttentionInterface.register("context_parallel", attend)
+    model.config._attn_implementation = "context_parallel"
+
+
+def train(name: str, options: Options, script: ModuleType | None = None, **sizes) -> dict[str, int]:
+    """Train two steps as the chapters do; return the bytes stored in the second, and the most.
+
+    script: chapter 5 with context-parallel.diff; sizes: other sizes of the model.
+    """
     alive = Alive()
     with alive:
-        config = load(name)
+        config = load(name, **sizes)
         torch.manual_seed(0)
         model = AutoModelForCausalLM.from_config(
             config, attn_implementation=causal_attention(config), dtype=torch.float32
         )
+        if script:
+            share_sequences(script, model, options)
         forward, blocks = model, []
         if options.sharding == "fsdp":
             blocks = find_layers(model)
@@ -130,6 +158,10 @@ def train(name: str, options: Options) -> dict[str, int]:
             adamw = partial(ZeroRedundancyOptimizer, optimizer_class=torch.optim.AdamW)
         optimizer = adamw(model.parameters(), lr=1e-3, fused=True)
         ids = torch.zeros((options.batch_size, options.seq_length), dtype=torch.int64)
+        batch = {"input_ids": ids, "labels": ids}
+        if script:
+            samples = [dict.fromkeys(batch, ids[0])] * options.batch_size
+            batch = script.take_positions(0, options.context_parallel, samples)
         for _ in range(2):
             alive.most = 0
             for micro_batch in range(options.accumulation):
@@ -138,7 +170,7 @@ def train(name: str, options: Options) -> dict[str, int]:
                     model.set_requires_gradient_sync(last or options.reduce_every_backward)
                 elif options.sharding != "none":
                     forward.require_backward_grad_sync = last  # what no_sync does
-                forward(input_ids=ids, labels=ids).loss.backward()
+                forward(**batch).loss.backward()
             optimizer.step()
             inner = optimizer.optim if options.sharding == "zero1" else optimizer
             states = [inner.state[p] for p in model.parameters() if p in inner.state]
@@ -200,6 +232,27 @@ def test_a_rank_holds_what_is_predicted(alone, seed):
             assert predicted["peak"] == pytest.approx(found["peak"], rel=near), (name, options)
 
 
+@pytest.mark.parametrize("case", first_then_nightly(range(3)))
+def test_a_rank_holds_what_is_predicted_with_context_parallelism(alone, tmp_path, case):
+    """Where logits decide, and, with a small vocabulary, where attention does.
+
+    Planted: a sequence of a third of the length, which has no keys of other ranks.
+    """
+    diff = ROOT / CHAPTERS[4] / "diffs/context-parallel.diff"
+    script = load_script(patch(CHAPTERS[4], tmp_path, diff=diff) / "train_llm.py")
+    checkpointing = ("none", "selective", "full")[case]
+    flags = FSDP | {"gpus": 6, "batch_size": 16, "seq_length": 120, "precision": "bf16"}
+    options = Options(**flags, activation_checkpointing=checkpointing, context_parallel=3)
+    for vocab_size in (4096, 64):
+        for name in ("gpt2-tiny", "llama-tiny"):
+            sizes = {"vocab_size": vocab_size}
+            predicted = predict(load(name, **sizes), options)["peak"]
+            found = train(name, options, script, **sizes)["peak"]
+            assert predicted == pytest.approx(found, rel=0.01), (name, vocab_size)
+    shorter = replace(options, seq_length=40, context_parallel=1)
+    assert predict(load(name, **sizes), shorter)["peak"] < 0.95 * found
+
+
 def test_offloaded_states_are_on_the_host():
     config = load_config("gpt2-tiny")
     here = predict(config, Options(gpus=2, **FSDP, **TOKENS))
@@ -238,11 +291,32 @@ def test_less_memory_never_needs_an_earlier_chapter():
     assert found == sorted(found)
     assert len(set(found)) > 4
     none = memory.recommend(config, options, 0.001, cache)
-    assert none == "No number of GPUs is enough: lower --batch-size or --seq-length."
+    assert (
+        none == "No number of GPUs is enough: lower --batch-size or --seq-length, or split layers."
+    )
+
+
+def test_ranks_share_a_sequence_where_nothing_else_fits(run_main):
+    memory = load_script(SCRIPT)
+    config, options = load_config("gpt2-tiny"), Options(gpus=2, **TOKENS | {"batch_size": 64})
+    predictions = memory.predict_all(config, replace(options, context_parallel=2), {})
+    smallest = min(each["peak"] for each in predictions.values())
+    name = f"Chapter 5 with {memory.CHECKPOINTING} full{memory.SHARED} 2"
+    assert predictions[name]["peak"] == smallest
+    room = smallest / memory.GIB / (1 - memory.RESERVE)
+    said = f"{name}: {smallest / memory.GIB:.1f} of {room * 1.001:g} GiB per GPU; no earlier "
+    assert memory.recommend(config, options, room * 1.001, {}) == f"{said}setup fits."
+    found = memory.recommend(config, options, room * 0.9, {})
+    assert found.startswith("2 GPUs are not enough. On 4 GPUs: Chapter 5 ")
+    words = ("-m", "gpt2-tiny", "--gpus", 2, "--context-parallel", 2)
+    out, _ = run_main(SCRIPT, *words)
+    assert "\nChapter 5 full --context-parallel 2 " in out and "size 16 (8 with --context-" in out
 
 
 def test_bad_input(refuse, tmp_path):
     for args, sentence in (
+        (("--context-parallel", 3), "--context-parallel 3 does not divide half of 1024."),
+        (("--context-parallel", 16), "--context-parallel 16 does not divide 8 GPUs."),
         (("--gpus", 12), "--gpus 12 does not fill nodes of 8 GPUs"),
         (("-s", 4096), "The model has 1024 positions: --seq-length 4096 is more than that"),
     ):

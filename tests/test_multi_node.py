@@ -1,6 +1,6 @@
 """Chapter 3 on nodes with addresses of their own: every launcher, and every way to lose a node.
 
-The nodes are those of 03-multi-node/local_cluster.sh: a real Slurm, a real network, real sshds.
+The nodes are those of the chapter's local_cluster.sh: a real Slurm, a real network, real sshds.
 What each process trains on is noted by tests/hooks/sitecustomize.py.
 """
 
@@ -173,25 +173,33 @@ def test_all_that_a_job_survives(lab):
     """Hit several times, it is in the end the run that was not hit.
 
     A launcher that is killed takes its ranks with it; those of the other node then end too. The
-    pipeline below is sent the warning that its time is over.
+    pipeline below is sent the warning that its time is over. A job is requeued after a kill if it
+    has saved since its start: the preempted run is given some steps to stop, and the next hit comes
+    after the checkpoint of step 16.
     """
     hits = [  # (step, what happens after it, who then starts the ranks again)
         (5, kill_9_of_a_worker, TORCHRUN),
         (7, cable_out_for_a_second, NOBODY),
         (9, preemption, QUEUE),
-        (15, kill_9_of_the_first_launcher, QUEUE),
-        (19, cable_out_until_it_is_missed, QUEUE),
+        (17, kill_9_of_the_first_launcher, QUEUE),
+        (21, cable_out_until_it_is_missed, QUEUE),
     ]
     number = submit_slow(lab, "survives")
-    starts_again = []
+
+    def resumed() -> int:
+        return lab.log("survives").count("resumed after step")
+
     for step, strike, who in hits:
         lab.wait_for_step("survives", step)
+        before = resumed()
         strike(lab, number)
-        starts_again += [who] if who != NOBODY else []
-        resumed = len(starts_again)
-        lab.wait_for(lambda n=resumed: lab.log("survives").count("resumed after step") == n)
+        if who == NOBODY:
+            lab.wait_for_step("survives", step + 1)
+            assert resumed() == before, lab.log("survives")
+        else:
+            lab.wait_for(lambda n=before: resumed() > n, show="survives")
     assert lab.ends(number) == "COMPLETED", lab.log("survives")
-    assert restarts(lab, number) == starts_again.count(QUEUE)
+    assert restarts(lab, number) == [who for _, _, who in hits].count(QUEUE)
     assert lab.stops("survives")
     assert not (lab.folder / "survives/requeue").exists()
     lab.assert_same("survives", "straight", exact=True)
@@ -274,7 +282,7 @@ def test_commands_of_the_slurm_page(cluster, copy, tmp_path):
     Jobs are short and slow here, and before each command the run comes a step further; what would
     not end by itself is ended.
     """
-    shown = blocks((ROOT / "03-multi-node/slurm.md").read_text(), "bash")
+    shown = blocks((ROOT / "03-multi-node/topics/slurm.md").read_text(), "bash")
     commands = [
         line for needs, text in shown if needs == "local_cluster" for line in text.split("\n")
     ]
@@ -302,7 +310,7 @@ def test_commands_of_the_slurm_page(cluster, copy, tmp_path):
         lines += [f"echo {shlex.quote('$ ' + command)}", command]
     env = {key: value for key, value in environment().items() if not key.startswith("SLURM")}
     hook = {"PYTHONPATH": f"{ROOT / 'tests/hooks'}:{ROOT}", "NOTES": str(tmp_path), "PAUSE": "0.4"}
-    script = ROOT / "03-multi-node/local_cluster.sh"
+    script = ROOT / "03-multi-node/tools/local_cluster.sh"
     if subprocess.run(["bash", script, "status"], capture_output=True).returncode == 0:
         pytest.skip("a local cluster is up already: it is not this test's to take down")
     # Its input is closed in the end, or when this process is killed: the cluster then goes down.

@@ -29,7 +29,7 @@ def test_registered_bugs_fit_and_compile(tmp_path):
     for number, (path, replacements) in enumerate(REGISTERED):
         script = path
         if path.suffix == ".diff":  # the bug is planted in the patched script
-            script = patch(path.parent.name, tmp_path / str(number), diff=path) / "train_llm.py"
+            script = patch(path.parents[1].name, tmp_path / str(number), diff=path) / "train_llm.py"
         text = replaced(path, script.read_text(), replacements)
         if script.suffix == ".py":
             compile(text, str(path), "exec")

@@ -25,7 +25,7 @@ from helpers import (
 from runner import Ranks, finish, load_script, place_of, start
 from torch.distributed import TCPStore
 
-SCRIPT = ROOT / "03-multi-node/preflight.py"
+SCRIPT = ROOT / "03-multi-node/tools/preflight.py"
 QUICK = ("--max-bytes", 4096)
 CORPUS = ("-d", "/run/corpus.json")  # each node of the cluster has a /run
 HOST = socket.gethostname()
@@ -277,7 +277,7 @@ def test_all_that_is_different_on_node2(nodes, tmp_path):
     content = changed.read_bytes()
     changed.write_bytes(content[:3] + bytes([content[3] ^ 32]) + content[4:])  # in the docstring
     other = f"cp {nodes.folder}/other.json /run/corpus.json"
-    there = f"SCRIPT={copy}/03-multi-node/preflight.py PYTHONPATH={copy}:{nodes.folder}/hook"
+    there = f"SCRIPT={copy}/03-multi-node/tools/preflight.py PYTHONPATH={copy}:{nodes.folder}/hook"
     status, said = nodes.check(
         *("--save-dir", "/run/outputs", "--timeout", 30),
         tasks=1,

@@ -190,9 +190,17 @@ def test_a_model_without_sdpa_gets_what_it_has():
 def test_a_sample_has_its_length_whatever_the_model_s_settings_say():
     model = AutoModelForCausalLM.from_config(models.load_config("gpt2-tiny"))
     model.generation_config.max_new_tokens = 300
+    model.generation_config.return_dict_in_generate = True
+    model.generation_config.cache_implementation = "quantized"  # needs another library
     tokenizer = models.load_tokenizer("gpt2-tiny")
-    text = models.sample_text(model, tokenizer, torch.device("cpu"), "", 9, seed=0)
-    assert len(tokenizer(text)["input_ids"]) < 20
+    texts = []
+    for names in (
+        ["input_ids", "attention_mask"],
+        ["input_ids", "token_type_ids", "attention_mask"],
+    ):
+        tokenizer.model_input_names = names  # as in some folders: GPT-2 would add an embedding
+        texts.append(models.sample_text(model, tokenizer, torch.device("cpu"), "", 9, seed=0))
+    assert texts[0] == texts[1] and len(tokenizer(texts[0])["input_ids"]) < 20
 
 
 @pytest.mark.check

@@ -19,6 +19,7 @@ import psutil
 import pytest
 from datasets import Dataset, DatasetDict
 from helpers import ROOT, environment
+from runner import load_script
 
 from common import data, documents, launch
 from common.cli import RunError
@@ -406,3 +407,18 @@ def test_the_name_of_a_special_token_in_a_message_is_text(tokenizer):
     plain = conversations.as_messages("What is it?", "It is\nthis.")
     rendered = tokenizer.apply_chat_template(plain, tokenize=False)
     assert conversations.encode(plain, tokenizer)[0] == tokenizer.encode(rendered)
+
+
+@pytest.mark.check
+def test_the_name_of_a_special_token_in_a_prompt_is_text(tokenizer):
+    """The tokens of a chat's prompt are those of the training, up to the answer."""
+    end = tokenizer.eos_token
+    generate = load_script(ROOT / "01-single-gpu/generate.py")
+    prompt = f"What is {end}{end}?"
+    input_ids, labels = conversations.encode(
+        conversations.as_messages(prompt, "an answer"), tokenizer
+    )
+    expected = input_ids[: labels.count(IGNORED)]
+    assert generate.encode_prompt(prompt, tokenizer, chat=True) == expected
+    assert tokenizer.eos_token_id not in expected
+    assert generate.encode_prompt(end, tokenizer, chat=False) == [tokenizer.eos_token_id]

@@ -11,7 +11,7 @@ from cluster import Cluster
 from helpers import ROOT, run_script
 from runner import finish, load_script, start
 
-SCRIPT = "03-multi-node/watch_gpus.py"
+SCRIPT = "03-multi-node/tools/watch_gpus.py"
 watch_gpus = load_script(ROOT / SCRIPT)
 
 # What nvidia-smi prints for a node of 8 H100: name, % busy, W, limit in W, MiB used, MiB in all.

@@ -13,9 +13,10 @@ from drawings import charts
 REPOSITORY = Path(__file__).parents[2]
 FIGURES = {
     "02-ddp/figures/scaling.svg": charts.scaling,
+    "03-multi-node/figures/nodes_cost.svg": charts.nodes_cost,
     "04-fsdp/figures/measured_memory.svg": charts.measured_memory,
     "05-mixed-precision/figures/ladder.svg": charts.ladder,
-    "05-mixed-precision/figures/limits.svg": charts.limits,
+    "05-mixed-precision/figures/zigzag.svg": charts.zigzag,
 }
 
 

@@ -1,4 +1,4 @@
-"""What several GPUs of one host do, in six parts that take at most ten minutes each.
+"""What several GPUs of one host do, in seven parts that take at most ten minutes each.
 
 python tests/benchmarks/many_gpus.py gpt2 --output many_gpus_gpt2.json
 
@@ -6,6 +6,8 @@ python tests/benchmarks/many_gpus.py gpt2 --output many_gpus_gpt2.json
             and chapter 5, which is chapter 4's FSDP in bfloat16
     llama   tokens/s of Llama 3.1 8B with FSDP: bf16 and fp8, selective and full checkpointing
     meshes  FSDP, HSDP and tensor parallelism: losses beside chapter 1, tokens/s
+    context context parallelism: losses beside chapter 1; tokens/s of the 8B model for longer and
+            longer sequences, beside FSDP alone, until neither fits
     nodes   chapter 3 on two "nodes" that have half of the GPUs each, beside one node
     kills   ranks are killed at random moments: how long training stands still
     saves   the 8B model is saved, synchronously and asynchronously: how long training stands still
@@ -116,7 +118,7 @@ class Benchmark:
         copy = self.folder / diff / chapter
         shutil.rmtree(copy, ignore_errors=True)
         shutil.copytree(REPOSITORY / chapter, copy)
-        command = ["git", "apply", REPOSITORY / MIXED / diff]
+        command = ["git", "apply", REPOSITORY / MIXED / "diffs" / diff]
         subprocess.run(command, cwd=self.folder / diff, check=True)
         return copy
 
@@ -328,6 +330,27 @@ class Benchmark:
             rows.append(self.row(label, parallel, n, words))
         self.measure(rows, 12, 4)
 
+    def context(self) -> None:
+        n, parallel = self.gpus, self.changed(MIXED, "context-parallel.diff")
+        small = "-m llama-tiny --log-freq 1"
+        exact = {"environment": {"NVIDIA_TF32_OVERRIDE": "0"}}
+        rows = [self.row("losses, chapter 1 on 1", "01-single-gpu", 1, small, **exact)]
+        for size in (size for size in (2, 4, 8) if size <= n):
+            words = f"{small} --precision fp32 --context-parallel {size}"
+            rows.append(self.row(f"losses, {n // size} x {size}", parallel, n, words, **exact))
+        self.measure(rows, 20, 0, share_gpus=True)
+        args = f"{self.llama_model()} -b 1 --compile --activation-checkpointing full --log-freq 1"
+        for length in (2**k for k in range(13, 18)):  # the model has 131,072 positions
+            alone = f"{args} -s {length} --global-batch-size {n}"
+            shared = f"{args} -s {length} --global-batch-size 1 --context-parallel {n}"
+            rows = [
+                self.row(f"FSDP on {n}, {length} tokens", MIXED, n, alone),
+                self.row(f"1 x {n}, {length} tokens", parallel, n, shared),
+            ]
+            self.measure(rows, 6, 2)
+            if all("failed" in row for row in rows):
+                break
+
     def nodes(self) -> None:
         n, batch = self.gpus, self.args.batch_size
         args = f"{self.args.gpt2} -b {batch} --global-batch-size {batch * n} --log-freq 5"
@@ -427,7 +450,7 @@ def stop(rows: list[dict]) -> None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
-    add("part", choices=["gpt2", "llama", "meshes", "nodes", "kills", "saves"])
+    add("part", choices=["gpt2", "llama", "meshes", "context", "nodes", "kills", "saves"])
     add("--output", type=Path, required=True, help="JSON file to write")
     add("--gpus", type=int, default=torch.cuda.device_count() or 2, help="2, 4 or 8")
     add("--folder", default="/tmp/many_gpus", help="for tokens, weights and runs")

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
 from runner import load_script  # noqa: E402
 
-fault_lab = load_script(ROOT / "03-multi-node/fault_lab.py")
+fault_lab = load_script(ROOT / "03-multi-node/tools/fault_lab.py")
 GPUS = {"CUDA_VISIBLE_DEVICES": "0,1"}
 TIMEOUT_S = 15
 SHOWN = r"step \d+/|the sum|Error|ssert|atchdog|light recorder|exitcode|Signal"

@@ -1,6 +1,6 @@
 """How long a run stands still after each kind of failure, on the cluster of local_cluster.sh.
 
-bash 03-multi-node/local_cluster.sh up
+bash 03-multi-node/tools/local_cluster.sh up
 python tests/benchmarks/recovery.py --output tests/benchmarks/results/recovery_cpu.json
 
 Each run of chapter 3, on two nodes of one rank, is hit once in the middle. The time is that between

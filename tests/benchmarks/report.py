@@ -53,6 +53,15 @@ def measured_peak(row: dict) -> float | None:
     return median(values_of_runs(row, "peak_mem_gib"))
 
 
+def path_of(source: str) -> str:
+    """Return the path of a source of a table: a path, or the name of a result file."""
+    return source if "/" in source else result(source)
+
+
+def read(source: str, *key: str) -> object:
+    return content(REPOSITORY / path_of(source), *key)
+
+
 # --- tables and pages ---
 
 
@@ -69,12 +78,11 @@ class Table:
         """Return the table's lines, and the paths of the files that it is made from."""
         paths = []
 
-        def read(source: str, *key: str) -> object:
-            path = source if "/" in source else result(source)
-            paths.append(path)
-            return content(REPOSITORY / path, *key)
+        def noted(source: str, *key: str) -> object:
+            paths.append(path_of(source))
+            return read(source, *key)
 
-        return self.lines(read), sorted({*paths})
+        return self.lines(noted), sorted({*paths})
 
     @property
     def sources(self) -> list[str]:
@@ -92,7 +100,7 @@ def fill(text: str) -> str:
 
 
 def pages() -> list[Path]:
-    chapters = (REPOSITORY.glob(f"[0-9][0-9]-*/{name}") for name in ("*.md", "solutions/*.md"))
+    chapters = (REPOSITORY.glob(f"[0-9][0-9]-*/{name}") for name in ("*.md", "*/*.md"))
     return [REPOSITORY / "README.md", *sorted(path for found in chapters for path in found)]
 
 
@@ -177,6 +185,38 @@ def searches(read: Callable, names: Iterable[str]) -> list[dict]:
     return sorted(rows, key=lambda row: (row["strategy"], row["gpus"]))
 
 
+def one_node(read: Callable, precision: str) -> dict[str, float]:
+    """Return the ms of a step of GPT-2 124M and of its backward pass, on one node of four GPUs."""
+    if precision == "TF32":
+        row = read("nodes_gpu")["rows"][-1]
+    else:
+        rows = read("many_gpus_h200_4")["parts"]["nodes"]["rows"]
+        (row,) = (row for row in rows if row["label"] == "chapter 3 in bf16, one node of 4")
+    step, backward = (median(values_of_runs(row, f"time/{key}")) for key in ("total", "backward"))
+    return {"gpus": row.get("devices") or row["gpus"], "step": step, "backward": backward}
+
+
+def two_nodes(read: Callable, precision: str, gigabits: float, algorithm: str) -> dict[str, float]:
+    """Return the predicted step of GPT-2 124M on two nodes, whose networks have so many Gbit/s.
+
+    A ring sends 2 (n - 1) / n of the gradients out of each node, a tree all of them once. The
+    backward pass hides the all-reduce while it lasts, but not the one of the input embedding, whose
+    gradients come last.
+    """
+    one, preset = one_node(read, precision), "common/presets/gpt2/config.json"
+    gradients = read("step_memory")["gradients_bytes"]
+    embedding = 4 * read(preset, "vocab_size") * read(preset, "n_embd") / gradients
+    n = 2 * one["gpus"]
+    ring = 2 * (n - 1) / n
+    sent = {"ring": ring, "tree": 1}[algorithm]
+    all_reduce = sent * gradients / gigabits * 8 / 1e6
+    exposed = max(all_reduce - one["backward"], embedding * all_reduce)
+    step = one["step"] + exposed
+    found = {"sent_mb": sent * gradients / 1e6, "bus": gigabits / 8 * ring / sent}
+    found |= {"all_reduce": all_reduce, "exposed": exposed, "step": step}
+    return found | {"alone": one["step"], "speed": 2 * one["step"] / step}
+
+
 def around_saves(row: dict) -> dict[str, list[float]]:
     """Return seconds of saves, and ms of the steps around them.
 
@@ -207,7 +247,7 @@ def read_templates() -> dict[str, Table]:
     environment.filters |= {"f": shown, "runs": values_of_runs, "median": median}
     environment.filters["gib"] = lambda size: size / GIB
     functions = (script, diffstat, losses, bits_per_byte, largest_difference, state_gib)
-    functions += (beside_predictions, measured_peak, searches, around_saves, min)
+    functions += (beside_predictions, measured_peak, searches, two_nodes, around_saves, min)
     environment.globals |= {function.__name__: function for function in functions}
     text = Path(__file__).with_name("tables.jinja").read_text()
     templates = re.findall(r"^## (.+)\n((?:(?!## ).*\n)*)", text, re.MULTILINE)

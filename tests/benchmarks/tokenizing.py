@@ -1,7 +1,7 @@
 """How fast a corpus becomes tokens, beside the tokenizer library alone on the same cores.
 
-python tests/benchmarks/tokenizing.py --megabytes 500 --cores 2 \
-    --output tests/benchmarks/results/tokenizing_500.json
+python tests/benchmarks/tokenizing.py --megabytes 120 --cores 2 \
+    --output tests/benchmarks/results/tokenizing.json
 
 The corpus is JSON lines: pieces of 4,000 characters of Python's standard library, repeated. The
 library alone encodes batches of 256 pieces with encode_batch_fast, which starts a thread for each

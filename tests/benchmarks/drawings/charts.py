@@ -20,7 +20,6 @@ from drawings.svg import (
     text,
 )
 
-FITS, BATCH, LENGTH, MORE = "green", "sky", "orange", "grey"  # fills of `limits`
 GIB = 2**30
 AXIS = 72  # width of the labels of the axis of `stacked`
 
@@ -63,6 +62,40 @@ def scaling() -> str:
     says = ["GPT-2 124M, 64 x 1,024 tokens per GPU, TF32, compiled, NVIDIA H200"]
     out += lines_of_text(LEFT, y + 40, says, SMALL, "soft")
     return document("Tokens per second with DDP on 1, 2, 4 and 8 GPUs", y + 58, out)
+
+
+def nodes_cost() -> str:
+    """Return the predicted step on two nodes, by network and precision."""
+    networks, precisions, left = (10, 25, 100, 400), ("TF32", "bf16"), LEFT + 62
+    found = {
+        (gigabits, precision): report.two_nodes(report.read, precision, gigabits, "tree")
+        for gigabits in networks
+        for precision in precisions
+    }
+    scale = 430 / max(each["step"] for each in found.values())
+    out = heading("A slow network cancels the gain of a second node")
+    out += legend(LEFT, 68, {"step on one node": "green", "exposed all-reduce": "red"})
+    out.append(text(RIGHT, 118, "speed, one node = 1", NORMAL, "end"))
+    y = 118.0
+    for gigabits in networks:
+        out.append(text(LEFT, y, f"{gigabits} Gbit/s per node", LARGE, "bold"))
+        for precision in precisions:
+            each = found[gigabits, precision]
+            y += 32
+            alone, end = each["alone"] * scale, left + each["step"] * scale
+            out.append(text(LEFT, y, precision))
+            out.append(rect(left, y - 20, alone, 26, "green edge"))
+            out.append(rect(left + alone, y - 20, end - left - alone, 26, "red edge"))
+            out.append(text(end + 10, y, f"{each['step']:.0f} ms"))
+            out.append(text(RIGHT, y, f"x {each['speed']:.1f}", NORMAL, "end bold"))
+        y += 46
+    says = [
+        "Predicted for GPT-2 124M on 2 x 4 H200 and a network at its full bandwidth.",
+        "The step on one node is measured. Two nodes train on twice as many tokens",
+        f"per step. Each node sends {each['sent_mb']:.0f} MB of gradients per step (tree).",
+    ]
+    out += lines_of_text(LEFT, y - 4, says, SMALL, "soft")
+    return document("Predicted step time on two nodes for several networks", y + 58, out)
 
 
 def stacked(
@@ -171,48 +204,29 @@ def ladder() -> str:
     return document("Speed and peak memory from strict float32 to fp8", y + 44, out)
 
 
-def fate(found: dict[str, int], n: str, length: int, batch: int) -> str:
-    """Return the fill of a cell: what happens with this many GPUs and tokens per sequence."""
-    if length <= found[n]:
-        return FITS if int(n) * length <= batch else BATCH
-    return MORE if length <= max(found.values()) else LENGTH
-
-
-def limits() -> str:
-    """Return, for three model sizes, where data parallelism ends."""
-    content = report.content(report.REPOSITORY / report.result("limits"))
-    batch, lengths = content["batch"], content["lengths"]
-    out = heading("Where FSDP alone is enough, with 80 GiB per GPU")
-    entries = {
-        "FSDP is enough": FITS,
-        "needs more GPUs": MORE,
-        "does not fit on any number of GPUs: tensor or context parallelism": LENGTH,
-        "batch above 4M tokens: tensor or context parallelism": BATCH,
+def zigzag() -> str:
+    """Return which part of causal attention each of four ranks computes, in two orders."""
+    fills, cell, top = ("blue", "sky", "green", "orange"), 30, 124
+    orders = {
+        "in the order of ranks": lambda row: row // 2,
+        "zigzag": lambda row: min(row, 7 - row),
     }
-    for number, (label, fill) in enumerate(entries.items()):
-        out += legend(LEFT, 66 + 28 * number, {label: fill})
-    left, cell, height, y = LEFT + 66, 40.9, 17, 178
-    for name, model in content["models"].items():
-        out.append(text(LEFT, y + 16, f"Llama {name}", LARGE, "bold"))
-        y += 28
-        for row, length in enumerate(reversed(lengths)):
-            top = y + row * height
-            if row % 3 == 0:
-                label = f"{length // 1024}k" if length < 2**20 else "1M"
-                out.append(text(left - 8, top + 14, label, SMALL, "end"))
-            for column, n in enumerate(model["longest"]):
-                fill = fate(model["longest"], n, length, batch)
-                out.append(rect(left + column * cell, top, cell - 2, height - 2, fill))
-        y += len(lengths) * height
-        for column, n in enumerate(model["longest"]):
-            if column % 2 == 0:
-                out.append(
-                    text(left + (column + 0.5) * cell, y + 18, f"{int(n):,}", SMALL, "middle")
-                )
-        y += 40
-    says = [
-        "Down: tokens per sequence. Across: GPUs. One sequence per GPU, bfloat16, full",
-        "activation checkpointing and a compiled loss. Memory predicted by memory.py.",
-    ]
-    out += lines_of_text(LEFT, y + 6, says, SMALL, "soft")
-    return document("Where data parallelism ends, by model, GPUs and sequence length", y + 44, out)
+    out = heading("Zigzag order gives all ranks the same work")
+    out += lines_of_text(LEFT, 64, ["Down: chunks of queries. Across: chunks of keys."])
+    for left, (name, rank_of) in zip((LEFT + 68, LEFT + 428), orders.items(), strict=True):
+        out.append(text(left, top - 14, name, LARGE, "bold"))
+        work = [0.0] * 4
+        for row in range(8):
+            y, rank = top + row * cell, rank_of(row)
+            out.append(text(left - 8, y + 21, f"rank {rank}", SMALL, "end"))
+            for column in range(8):
+                fill = fills[rank] if column <= row else "empty"
+                fill = f"{fill} edge pale" if column == row else fill
+                out.append(rect(left + column * cell, y, cell - 2, cell - 2, fill))
+                work[rank] += (column < row) + 0.5 * (column == row)
+        for rank, squares in enumerate(work):
+            says = f"rank {rank}: {squares:g} squares"
+            out.append(text(left, top + 8 * cell + 30 + 26 * rank, says))
+    says = ["A pale square counts half: in it, a position attends only to earlier positions."]
+    out += lines_of_text(LEFT, top + 8 * cell + 142, says, SMALL, "soft")
+    return document("Causal attention of eight chunks on four ranks", top + 8 * cell + 160, out)

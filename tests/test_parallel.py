@@ -1,0 +1,369 @@
+"""Parallelism beyond chapter 5: two diffs, and programs in which it is done by hand.
+
+Each diff is applied to a copy of the script, which then has chapter 1's losses on a table of ranks.
+"2x2" is two rows (data parallel) of two ranks each (tensor or context parallel).
+"""
+
+import argparse
+import contextlib
+import dataclasses
+import itertools
+import json
+import re
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import (
+    CHAPTERS,
+    ROOT,
+    Ladder,
+    Run,
+    assert_parity,
+    first_then_nightly,
+    hand_over,
+    patch,
+    register,
+    replace_in,
+    run_ranks,
+    selected_runs,
+    write_narrow,
+)
+from runner import Ranks, finish, load_script, start
+from torch.distributed import _functional_collectives as funcol
+from transformers import AutoModelForCausalLM, MixtralConfig
+
+from common import models
+from common.cli import RunError
+
+CHAPTER = CHAPTERS[4]
+TENSOR, CONTEXT = "tensor-parallel", "context-parallel"
+BY_HAND = ROOT / CHAPTER / "experiments/tensor_parallel_by_hand.py"
+EXPERTS = ROOT / CHAPTER / "experiments/experts_by_hand.py"
+PIPELINE = ROOT / CHAPTER / "experiments/pipeline_by_hand.py"
+BALANCE = ROOT / CHAPTER / "experiments/causal_balance.py"
+PRESET = "llama-tiny-8-heads"
+# Two models in width 32; the second has sizes that two ranks cannot share equally.
+EVEN, ODD = "even-model", "odd-model"
+MODELS = {
+    EVEN: {},
+    ODD: {"tie_word_embeddings": True, "vocab_size": 4097, "intermediate_size": 86},
+}
+
+
+def patch_chapter(folder: Path, diff: str) -> Path:
+    """Return the folder of a copy of chapter 5's script in `folder`, patched."""
+    copy = patch(CHAPTER, folder, diff=ROOT / CHAPTER / f"diffs/{diff}.diff")
+    shutil.copy(ROOT / CHAPTER / "precision.py", copy)
+    return copy
+
+
+# --- the training ---
+
+
+class Table(Ladder):
+    """Runs of the patched scripts. All ranks of a row have the same samples."""
+
+    def __init__(self, folder: Path, selected: list[Run] = ()) -> None:
+        super().__init__(folder, selected)
+        self.patched = {diff: patch_chapter(folder / diff, diff) for diff in (TENSOR, CONTEXT)}
+        for name, sizes in MODELS.items():
+            write_narrow(folder / name, PRESET, **sizes)
+
+    def flags(self, name: str, *args: object) -> list[object]:
+        """The name of a model stands for its folder, and the odd one has an odd length."""
+        length = ("-s", 15) if ODD in args else ()
+        words = [self.folder / arg if arg in MODELS else arg for arg in args]
+        return super().flags(name, "--tokenizer-name", PRESET, *length, *words)
+
+    def _options(self, run: Run) -> dict[str, object]:
+        chapter = self.patched[TENSOR if f"--{TENSOR}" in run.args else CONTEXT]
+        if run.replaced:
+            folder = self.folder / f"{run.name}-script"
+            shutil.copytree(chapter, folder)
+            for right, wrong in run.replaced:
+                replace_in(folder / "train_llm.py", right, wrong)
+            chapter = folder
+        options = super()._options(dataclasses.replace(run, replaced=()))
+        files = [self.samples_file(run.name, rank) for rank in range(run.world_size)]
+        args = self.flags(run.name, *run.args)
+        return {**options, "args": args, "chapter": str(chapter), "samples_file": files}
+
+    def samples(self, name: str, world_size: int = 1) -> list[list[int]]:
+        """Return the samples of each step, counted once in each row."""
+        found = re.search(r"--(?:tensor|context)-parallel-(\d)", name)
+        parts = []
+        for rank in range(world_size):
+            text = Path(self.samples_file(name, rank)).read_text()
+            parts.append([json.loads(line) for line in text.splitlines()])
+        width = int(found[1]) if found else 1
+        same = all(parts[rank] == parts[rank - rank % width] for rank in range(world_size))
+        assert same, "the samples of a row differ"
+        columns = parts[::width]
+        return [sorted(itertools.chain.from_iterable(s)) for s in zip(*columns, strict=True)]
+
+
+@pytest.fixture(scope="module")
+def table(request, make_folder) -> Table:
+    return Table(make_folder("table"), selected_runs(request))
+
+
+def on(shape: str, *args: object, model: str = EVEN, diff: str = TENSOR, **options: object) -> Run:
+    """Return a run on this many rows x ranks in a row."""
+    rows, width = map(int, shape.split("x"))
+    words = ("-m", model, "--precision", "fp32", f"--{diff}", width, *args)
+    return Run(CHAPTER, rows * width, words, **options)
+
+
+def assert_chapter_1(table: Table, run: Run) -> None:
+    model = run.args[run.args.index("-m") + 1]
+    alone = table.alone("-m", model, "-b", 24, *KEPT)
+    assert_parity(table, alone, table.run(run), run.world_size)
+
+
+KEPT = ("--ckpt-freq", 4, "--keep-checkpoints", 9)
+FULL, SELECTIVE = (("--activation-checkpointing", how) for how in ("full", "selective"))
+GPT2 = {"model": "gpt2-tiny", "diff": CONTEXT}
+SHAPES = {
+    "1x2": (on("1x2", "-b", 24), ()),
+    "2x2 full": (on("2x2", "-b", 6, *FULL), pytest.mark.ci),
+    "2x2 odd": (on("2x2", "-b", 12, model=ODD), pytest.mark.nightly),
+    "2x1": (on("2x1", "-b", 12), pytest.mark.nightly),
+    "1x4": (on("1x4", "-b", 24), pytest.mark.nightly),
+    "2x2 selective": (on("2x2", "-b", 6, *SELECTIVE), pytest.mark.nightly),
+    "2x2 offload": (on("2x2", "-b", 12, "--cpu-offload"), pytest.mark.nightly),
+    "context 1x2": (on("1x2", "-b", 24, diff=CONTEXT), ()),
+    "context 2x2 full gpt2": (on("2x2", "-b", 6, *FULL, **GPT2), pytest.mark.ci),
+    "context 1x4 gpt2": (on("1x4", "-b", 24, **GPT2), pytest.mark.nightly),
+    "context 2x2 selective": (on("2x2", "-b", 6, *SELECTIVE, diff=CONTEXT), pytest.mark.nightly),
+    "context 1x4": (on("1x4", "-b", 24, diff=CONTEXT), pytest.mark.nightly),
+    "context 2x1": (on("2x1", "-b", 12, diff=CONTEXT), pytest.mark.nightly),
+}
+
+
+@pytest.mark.parametrize(
+    "run", [pytest.param(run, marks=tier, id=name) for name, (run, tier) in SHAPES.items()]
+)
+def test_same_training_on_a_table_of_ranks(table, run):
+    assert_chapter_1(table, run)
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("diff", [TENSOR, CONTEXT])
+def test_run_goes_from_chapter_1_to_2_x_2_and_back(table, diff):
+    alone = table.alone("-m", EVEN, "-b", 24, *KEPT)
+    there, back = on("2x2", "-b", 12, *KEPT, diff=diff), f"back-{diff}"
+    hand_over(table.folder / alone, table.folder / there.name, 4)
+    hand_over(table.folder / table.run(there), table.folder / back, 8)
+    assert finish(start(table.flags(back, "-m", EVEN, "-b", 24, *KEPT))) == 0
+    expected, *found = [table.metrics(name) for name in (alone, there.name, back)]
+    logged = [line["loss"] for line in expected]
+    for metrics, first in zip(found, (4, 8), strict=True):
+        losses = [line["loss"] for line in metrics]
+        assert losses[:first] == [line["loss"] for line in found[0][:first]]
+        assert losses == pytest.approx(logged, rel=1e-5)
+    assert losses[8:] != [line["loss"] for line in found[0][8:]], "another order of sums"
+
+
+@pytest.mark.nightly
+def test_bf16_is_close_and_starts_from_pretrained_weights(table):
+    """Rank 0 reads them, and each rank keeps its slice."""
+    torch.manual_seed(1)
+    model = AutoModelForCausalLM.from_config(models.load_config(table.folder / EVEN))
+    model.save_pretrained(table.folder / "saved")
+    words = ("-m", table.folder / "saved", "--pretrained")
+    flags = {name: table.flags(name, *words, "-b", 12) for name in ("pretrained", "bf16")}
+    assert finish(start(flags["pretrained"])) == 0
+    parallel = [*flags["bf16"], "--tensor-parallel", 2, "--async-checkpoint"]
+    assert Ranks(4, parallel, chapter=str(table.patched[TENSOR])).finish() == [0] * 4
+    expected, found = ([line["loss"] for line in table.metrics(name)] for name in flags)
+    assert found[0] == pytest.approx(expected[0], rel=1e-3)
+    assert found == pytest.approx(expected, rel=5e-3) and found != pytest.approx(expected, rel=1e-6)
+
+
+# --- planted bugs ---
+
+
+@contextlib.contextmanager
+def no_all_reduce(path: str) -> Iterator[None]:
+    """DTensor's all-reduces return what they got: the embedding's, and those of norms' weights."""
+    original = funcol.all_reduce
+    funcol.all_reduce = lambda tensor, *_, **__: tensor
+    yield
+    funcol.all_reduce = original
+
+
+SUMMED_TWICE = (
+    "            scaler.unscale_(optimizer)",
+    """            for parameter in model.parameters():
+                if parameter.placements[1].is_replicate():
+                    dist.all_reduce(parameter.grad.to_local(), group=mesh.get_group("tp"))
+            scaler.unscale_(optimizer)""",
+)
+OTHER_DATA = (('mesh.get_local_rank("dp")', "rank % shape[0]"),)
+NOT_TIED = (("        model.tie_weights()  # the plan", "        # the plan"),)
+CONTEXT_BUGS = {
+    "labels shifted after the cut": (
+        'pad(batch["labels"], (0, 1), value=-100)[:, 1:]',
+        'torch.cat([pad(c[:, 1:], (0, 1), value=-100) for c in batch["labels"].chunk(4, 1)], 1)',
+    ),
+    "gradients of keys that are not summed": (
+        ".full_tensor(grad_placements=[Partial()])",
+        ".full_tensor()",
+    ),
+    "positions that begin at 0 on every rank": (
+        'batch["position_ids"] = torch.arange(batch["labels"].shape[1]).expand_as(batch["labels"])',
+        "pass",
+    ),
+    "chunks in the order of ranks": ("late.flip(2)", "late"),
+    "a mean over the labels of each rank": (", num_items_in_batch=n_labels)", ")"),
+}
+BUGS = {
+    "other data in a row": ("samples of a row", on("2x2", "-b", 12, replaced=OTHER_DATA)),
+    "no all-reduce": ("loss", on("2x2", "-b", 12, note=no_all_reduce)),
+    "a gradient counted twice": ("loss", on("2x2", "-b", 12, replaced=(SUMMED_TWICE,))),
+    "tied weights that come apart": ("loss", on("2x2", "-b", 12, model=ODD, replaced=NOT_TIED)),
+    **{
+        name: ("loss", on("1x2", "-b", 24, diff=CONTEXT, replaced=(pair,)))
+        for name, pair in CONTEXT_BUGS.items()
+    },
+}
+for _, run in BUGS.values():
+    diff = TENSOR if f"--{TENSOR}" in run.args else CONTEXT
+    register(f"{CHAPTER}/diffs/{diff}.diff", run.replaced)
+
+
+@pytest.mark.parametrize(("red", "run"), BUGS.values(), ids=BUGS)
+def test_planted_bug_is_noticed(table, red, run):
+    with pytest.raises(AssertionError, match=f"^the {red} differ"):
+        assert_chapter_1(table, run)
+
+
+# --- bad input ---
+
+
+@pytest.mark.check
+@pytest.mark.parametrize(
+    ("model", "length", "sentence"),
+    [
+        ("gpt2-tiny", 30, "must divide the 2 ranks and half of 30."),
+        ("mixtral", 32, "needs GPT-2 or Llama, not mixtral: give another -m."),
+    ],
+)
+def test_bad_input_for_context_parallelism(tmp_path, model, length, sentence):
+    script = load_script(patch_chapter(tmp_path, CONTEXT) / "train_llm.py")
+    config = MixtralConfig() if model == "mixtral" else models.load_config(model)
+    with pytest.raises(RunError, match=f"--context-parallel 2 {sentence}"):
+        script.check_context_parallel(2, config, length, 2)
+
+
+@pytest.mark.check
+@pytest.mark.parametrize(
+    ("model", "n_ranks", "args", "sentence"),
+    [
+        (PRESET, 4, {}, "4 must divide ranks, KV heads and MLP width, so also 2."),
+        ("gpt2-tiny", 2, {}, "2 needs a Llama model, not gpt2: give another -m."),
+        (PRESET, 2, {"hsdp": True}, "2, leave out --hsdp, fp8,"),
+    ],
+)
+def test_bad_input(tmp_path, model, n_ranks, args, sentence):
+    script = load_script(patch_chapter(tmp_path, TENSOR) / "train_llm.py")
+    options = {"activation_checkpointing": "none", "hsdp": False, "precision": "bf16"}
+    args = argparse.Namespace(**options | args, tensor_parallel=n_ranks, compile=False)
+    with pytest.raises(RunError, match=f"--tensor-parallel {sentence}"):
+        script.tensor_parallel_plan(args, models.load_config(model), 2)
+
+
+# --- by hand ---
+
+WRONG = [
+    ("return all_reduce(tensor)", "return tensor.view_as(tensor)"),  # no sum of the outputs
+    ("return all_reduce(gradient)", "return gradient"),  # each rank has its part of the sum
+    ('"down": 1}', '"down": 0}'),  # the second layer cut like the first
+]
+for pair in WRONG:
+    register(BY_HAND, [pair])
+
+
+@pytest.mark.parametrize("n_ranks", first_then_nightly([2, 1, 4]))
+def test_mlp_by_hand(tmp_path, n_ranks):
+    statuses, printed = run_ranks(BY_HAND, tmp_path, n_ranks)
+    assert statuses == [0] * n_ranks
+    lines = printed.splitlines()
+    assert sum("as on one rank" in line for line in lines) == 5
+    part, sent = 352 // n_ranks, 2 * 2 * (n_ranks - 1) * 64 * 128 * 4 // n_ranks
+    shapes = [[part, 128], [part, 128], [128, part]]
+    first = [f"rank {rank} holds {shapes}, sends {sent:,} B" for rank in range(n_ranks)]
+    assert [line for line in lines if line.startswith("rank")] == first
+
+
+@pytest.mark.parametrize("bug", WRONG)
+def test_planted_wrong_mlp(tmp_path, bug):
+    statuses, printed = run_ranks(BY_HAND, tmp_path, 2, bug)
+    assert any(statuses) and "as on one rank" not in printed
+
+
+WRONG_PIPELINES = [
+    ("/ MICRO_BATCHES\n", "\n"),  # the sum instead of the mean
+    ("result, target = x.grad, rank - 1", "result, target = x.detach(), rank - 1"),
+    ("kept.pop(number)", "kept.pop(max(kept))"),  # the newest micro-batch goes back first
+]
+WRONG_EXPERTS = [
+    ("dist.all_reduce(parts[1].grad)", "pass"),  # each rank has its tokens' part of the gradient
+    ("order // TOP]", "order % TOKENS]"),  # rows of other tokens
+    ("numbers.repeat_interleave(expected)", "numbers.repeat_interleave(expected.sort()[0])"),
+    ("ctx.sizes[::-1]", "ctx.sizes"),  # gradients that go the same way as the rows
+]
+for script, pairs in ((PIPELINE, WRONG_PIPELINES), (EXPERTS, WRONG_EXPERTS)):
+    for pair in pairs:
+        register(script, [pair])
+
+
+def test_pipeline_by_hand(tmp_path):
+    """Its gradients are those of one process, and it is idle as long as the formula says."""
+    statuses, printed = run_ranks(PIPELINE, tmp_path, 4)
+    assert statuses == [0] * 4
+    assert printed.count("the gradients of one process") == 3
+    kept = [int(number) for number in re.findall(r"keeps (\d)", printed)]
+    assert kept == [8, 8, 8, 8, 4, 3, 2, 1]
+    lines = re.findall(r"rank \d (\S+)", printed)
+    for rank, line in enumerate(lines[:4]):  # GPipe: all forward passes, then all backward passes
+        assert re.sub(r"(.)\1*", r"\1", line.replace(".", "")) == "01234567abcdefgh", rank
+    for line in lines[4:]:
+        assert set(line) - {"."} == set("01234567abcdefgh")
+    assert lines[7].replace(".", "")[0] == "0" and "a" in lines[7][: lines[7].index("1")]
+    idle = [int(share) for share in re.findall(r"idle: (\d+)% .* = 27%", printed)]
+    assert len(idle) == 2 and all(20 <= share <= 60 for share in idle)  # 75% without any overlap
+
+
+@pytest.mark.parametrize("n_ranks", first_then_nightly([4, 1, 2]))
+def test_experts_by_hand(tmp_path, n_ranks):
+    statuses, printed = run_ranks(EXPERTS, tmp_path, n_ranks)
+    assert statuses == [0] * n_ranks
+    assert printed.count("outputs and gradients as on one rank") == 2
+    computed = [int(number) for number in re.findall(r"computes (\d+) rows", printed)]
+    assert len(computed) == 2 * n_ranks
+    for rows in (computed[:n_ranks], computed[n_ranks:]):
+        assert sum(rows) == n_ranks * 256 * 2, "no token is dropped"
+    assert n_ranks == 1 or computed[n_ranks] > 1.2 * computed[0], "the bias changes the routes"
+
+
+@pytest.mark.check
+def test_the_last_rank_has_most_of_causal_attention(run_main):
+    """In the order of ranks, (2n - 1) / n times the mean; in zigzag order, as much as all."""
+    printed, _ = run_main(BALANCE, "--ranks", 4, "--length", 512)
+    shares = re.findall(r"rank \d: ([\d.]+) of the mean work", printed)
+    assert shares == ["0.25", "0.75", "1.25", "1.75", *["1.00"] * 4]
+
+
+@pytest.mark.parametrize(
+    ("script", "bug"),
+    [*[(PIPELINE, pair) for pair in WRONG_PIPELINES], *[(EXPERTS, pair) for pair in WRONG_EXPERTS]],
+)
+def test_planted_wrong_pipelines_and_experts(tmp_path, script, bug):
+    statuses, _ = run_ranks(script, tmp_path, 4, bug)
+    errors = "".join(path.read_text() for path in tmp_path.glob("stderr-*"))
+    noticed = "AssertionError: Tensor-likes are not close" in errors
+    assert any(statuses) and (noticed or "ctx.sizes" in bug[1])
