@@ -36,19 +36,26 @@ SETUPS = {
     f"Chapter 5 with {CHECKPOINTING} full --cpu-offload": BF16 | FULL | {"cpu_offload": True},
 }
 SHARED = " and context-parallel.diff, --context-parallel"  # in the name of a setup
+WAYS = (2, 4, 8, 16)  # numbers of GPUs that may share a sequence, in a recommendation
 RESERVE = 0.05  # share of a GPU's memory for CUDA, NCCL and fragmentation
 MAX_GPUS = 2**16
 
 
 def predict_all(config: PretrainedConfig, options: Options, cache: dict) -> dict[str, dict]:
     """Return the prediction for each setup; cache: see predict."""
-    setups = {name: each | {"context_parallel": 1} for name, each in SETUPS.items()}
-    if (n := options.context_parallel) > 1:
-        names = [name for name in SETUPS if name.startswith("Chapter 5")][:3]  # without offloading
-        setups |= {f"{name}{SHARED} {n}": SETUPS[name] | {"context_parallel": n} for name in names}
+    alone = replace(options, context_parallel=1)
+    found = {n: predict(config, replace(alone, **each), cache) for n, each in SETUPS.items()}
+    return found | predict_shared(config, options, cache) if options != alone else found
+
+
+def predict_shared(config: PretrainedConfig, options: Options, cache: dict) -> dict[str, dict]:
+    """Return the prediction for each setup in which several GPUs share a sequence."""
     return {
-        name: predict(config, replace(options, **changes), cache)
-        for name, changes in setups.items()
+        f"{name}{SHARED} {options.context_parallel}": predict(
+            config, replace(options, **changes), cache
+        )
+        for name, changes in SETUPS.items()
+        if "precision" in changes and "cpu_offload" not in changes
     }
 
 
@@ -83,19 +90,21 @@ def recommend(config: PretrainedConfig, options: Options, memory: float, cache: 
 def share_sequences(config: PretrainedConfig, options: Options, memory: float, cache: dict) -> str:
     """Return a sentence that names a setup in which several GPUs share a sequence."""
     gpus = options.gpus
-    ways = [2**k for k in range(1, 17) if not refusal(config, options.seq_length, 2**k)]
+    ways = [n for n in WAYS if not refusal(config, options.seq_length, n)]
     while gpus < MAX_GPUS:
         for n in (n for n in ways if gpus % n == 0):
-            predictions = predict_all(
-                config, replace(options, gpus=gpus, context_parallel=n), cache
-            )
-            if name := first_fit(predictions, memory, host=False):
+            shared = replace(options, gpus=gpus, context_parallel=n)
+            predictions = predict_shared(config, shared, cache)
+            if name := first_fit(predictions, memory):
                 needs = f"{name}: {predictions[name]['peak'] / GIB:.1f} of {memory:g} GiB per GPU"
-                enough = gpus == options.gpus
-                few = f"{options.gpus} GPUs are not enough. On {gpus} GPUs: "
-                return f"{needs}; no earlier setup fits." if enough else f"{few}{needs}."
+                if gpus == options.gpus:
+                    return f"{needs}; no earlier setup fits."
+                return f"{options.gpus} GPUs are not enough. On {gpus} GPUs: {needs}."
         gpus *= 2
-    return "No number of GPUs is enough: lower --batch-size or --seq-length, or split layers."
+    return (
+        f"No number of GPUs is enough, with at most {WAYS[-1]} for each sequence: lower "
+        "--batch-size or --seq-length, or split layers."
+    )
 
 
 def refusal(config: PretrainedConfig, seq_length: int, n: int) -> str:

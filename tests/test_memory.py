@@ -291,8 +291,9 @@ def test_less_memory_never_needs_an_earlier_chapter():
     assert found == sorted(found)
     assert len(set(found)) > 4
     none = memory.recommend(config, options, 0.001, cache)
-    assert (
-        none == "No number of GPUs is enough: lower --batch-size or --seq-length, or split layers."
+    assert none == (
+        "No number of GPUs is enough, with at most 16 for each sequence: lower --batch-size or "
+        "--seq-length, or split layers."
     )
 
 
