@@ -123,6 +123,7 @@ def main() -> None:
         timeout=datetime.timedelta(seconds=args.dist_timeout),
         device_id=device if device.type == "cuda" else None,  # NCCL connects now, not later
     )
+    launch.check_arguments(args)
 
     # --- model ---
     tokenizer = models.load_tokenizer(args.tokenizer_name or args.model_name)

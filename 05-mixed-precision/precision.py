@@ -13,6 +13,7 @@ from common.cli import RunError
 DEFAULT = "bf16"
 # The dtype of gathered weights and activations. fp32 and tf32 compute with the float32 weights.
 COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
+SMALLEST_SCALE = 2**-14  # 30 halvings of the initial 2**16
 FP8_CAPABILITY = (8, 9)  # Ada, Hopper and later: https://developer.nvidia.com/cuda-gpus
 FP8_MULTIPLE = 16  # cuBLAS needs fp8 matrices whose sides are multiples of 16
 
@@ -60,6 +61,18 @@ def check_fp8(device: torch.device) -> None:
             "--precision fp8 needs torchao: install it with pip install torchao, or give "
             "--precision bf16."
         ) from error
+
+
+def check_scale(scale: float) -> None:
+    """Raise RunError if halving float16's loss scale has not led to finite gradients.
+
+    Each step with gradients that are not finite halves it. All ranks have the same scale.
+    """
+    if scale < SMALLEST_SCALE:
+        raise RunError(
+            f"The loss scale has fallen to {scale}, because no step has finite gradients: give "
+            "--precision bf16, or a smaller --lr."
+        )
 
 
 def _device_name(device: torch.device) -> str:

@@ -45,7 +45,7 @@ from common.gradients import clip_grad_norm
 from common.sharding import SAVED_OPS, find_layers, mesh_of_nodes
 from common.timers import PhaseTimers, find_straggler, flops_per_token
 from common.tracker import Tracker, make_run_dir
-from precision import COMPUTE_DTYPES, check_precision, convert_to_fp8
+from precision import COMPUTE_DTYPES, check_precision, check_scale, convert_to_fp8
 
 logger = logging.getLogger("train_llm")
 
@@ -147,6 +147,7 @@ def main() -> None:
         timeout=datetime.timedelta(seconds=args.dist_timeout),
         device_id=device if device.type == "cuda" else None,  # NCCL connects now, not later
     )
+    launch.check_arguments(args)
 
     # --- model ---
     tokenizer = models.load_tokenizer(args.tokenizer_name or args.model_name)
@@ -385,6 +386,7 @@ def main() -> None:
             }
             if scaler.is_enabled():
                 metrics["loss_scale"] = scaler.get_scale()
+                check_scale(metrics["loss_scale"])
             metrics |= find_straggler(metrics["time/wait"])
             # A signal can reach only some ranks, or reach them in different steps. If any rank has
             # received one, all ranks stop here. A rank that stopped alone would block the others.

@@ -10,9 +10,12 @@ it was.
 """
 
 import argparse
+import atexit
+import concurrent.futures
 import contextlib
 import datetime
 import json
+import logging
 import os
 import pickle
 import random
@@ -42,6 +45,8 @@ from common.data import Sequences
 from common.documents import BUILT_IN
 from common.models import PRESET_NAMES
 
+logger = logging.getLogger(__name__)
+
 # Chapter 1 has no process group.
 warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
 
@@ -61,6 +66,7 @@ ORIGINS = {
 }
 # What evaluate.py and other scripts use if they are given only the run's folder.
 SOURCES = ("dataset_name", "dataset_subset", "text_column", "model_name", "tokenizer_name")
+LAST_WRITE_S = 60  # that an exit waits for an asynchronous checkpoint; other ranks may be gone
 
 
 def parse_args(parser: ArgumentParser) -> argparse.Namespace:
@@ -157,6 +163,7 @@ class AsyncCheckpoints:
         # https://github.com/pytorch/pytorch/issues/183413.
         self._stager = BlockingAsyncStager(cache_staged_state_dict=torch.cuda.is_available())
         self._writing: tuple | None = None
+        atexit.register(self._wait)  # an error outside of it should not cut the writing off
 
     def save(
         self,
@@ -185,6 +192,11 @@ class AsyncCheckpoints:
             (future, folder, step, keep), self._writing = self._writing, None
             _try(folder, future.result)
             _commit(folder, step, keep)
+
+    def _wait(self) -> None:
+        if self._writing is not None and not self._writing[0].done():
+            logger.info("waiting until the checkpoint is written")
+            concurrent.futures.wait([self._writing[0]], LAST_WRITE_S)
 
 
 def collect_content(
@@ -255,6 +267,8 @@ def load_checkpoint(
     if rank == 0:  # before the first checkpoint, which is never without its settings
         _write_state(run_dir, {**recorded, "training": settings})
     if path is None:
+        if saved:
+            logger.info(f"{run_dir} has no complete checkpoint yet: the run starts from step 0")
         return False
     content = collect_content(model, optimizer, lr_scheduler, state)
     reader = reader_of(path)
@@ -268,7 +282,13 @@ def load_checkpoint(
         del content[f"rng-{rank}"]
     # allow_partial_load: another release of PyTorch may use other names for some small values.
     planner = DefaultLoadPlanner(allow_partial_load=True)
-    dcp.load(content, storage_reader=reader, planner=planner)
+    try:
+        dcp.load(content, storage_reader=reader, planner=planner)
+    except CheckpointException as error:
+        raise RunError(
+            f"The checkpoint {path} cannot be read ({failure_of(error)}): try again, or delete it "
+            "to resume from an older checkpoint."
+        ) from error
     local_optimizer = _local_optimizer(optimizer)
     set_state_dict(
         model,
@@ -328,7 +348,7 @@ def check_finite(
     values = {"loss": loss, "gradient norm": loss if grad_norm is None else grad_norm}
     if bad := [f"the {name} is {v.item()}" for name, v in values.items() if not v.isfinite()]:
         saved = max(complete_checkpoints(run_dir), default=None)
-        kept = f"the checkpoint of step {saved} is kept" if saved else "nothing was saved"
+        kept = f"the checkpoint of step {saved} is kept" if saved else "no checkpoint is complete"
         raise RunError(
             f"The training has diverged: at step {step} {' and '.join(bad)}; {kept}. Start a new "
             "run with a smaller --lr or more --warmup-steps. This run would diverge again, unless "
@@ -360,7 +380,10 @@ def _commit(folder: Path, step: int, keep: int) -> None:
         storage.upload(run_dir, "metrics.jsonl")
         _write_state(run_dir, {**read_state(run_dir), "step": step})
         for old in list(_folders(run_dir).values())[:-keep]:
-            _delete(old)
+            try:
+                _delete(old)
+            except OSError as error:  # another node may still read it; the next save tries again
+                logger.warning(f"{old} could not be deleted: {failure_of(error)}")
 
     _try(folder, commit, ranks=(0,))
 

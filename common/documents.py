@@ -106,7 +106,8 @@ def find_documents(name: str, subset: str | None, text_column: str | None) -> Do
         splits = {file: split_of(file) for file in files if file.name != "README.md"}
         if "train" in splits.values() and all(splits.values()):
             files = [file for file, split in splits.items() if split in SPLITS]
-            held_out = [splits[file] == "validation" for file in files]
+            has_validation = "validation" in splits.values()
+            held_out = [splits[file] == "validation" if has_validation else None for file in files]
     if subset or text_column:
         raise RunError(f"{name} is text: it has no --dataset-subset and no --text-column.")
     fingerprint = _fingerprint(files, held_out, PIECE)

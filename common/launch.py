@@ -3,8 +3,10 @@
 `python -m common.launch ARGS` prints what a launch file needs to know (see plan).
 """
 
+import argparse
 import atexit
 import ctypes
+import multiprocessing
 import os
 import re
 import shlex
@@ -39,6 +41,8 @@ SINGLE_PROCESS = dict(zip(RANK_VARIABLES, ("0", "1", "0", "localhost", "0"), str
 # Files of this repository, but not of a virtual environment in it; Debian has dist-packages.
 OWN_FILES = re.compile(rf"{re.escape(str(Path(__file__).parents[1]))}/(?!.*-packages/)")
 RESUMES = "The start of a run's log says how to resume it."
+# Arguments that may be another path on each node, and what was not given.
+PATHS = ("save_dir", "dataset_name", "model_name", "tokenizer_name", "as_before")
 REQUEUE_STATUS = 75  # EX_TEMPFAIL in sysexits.h: try again later
 PR_SET_PDEATHSIG = 1  # https://man7.org/linux/man-pages/man2/PR_SET_PDEATHSIG.2const.html
 
@@ -153,11 +157,20 @@ def check_agreement(facts: dict[str, object], remedy: str) -> None:
     expected, host_0 = by_rank[0]
     for other, (found, host) in by_rank.items():
         for name, value in expected.items():
-            if found[name] != value:
+            if found.get(name) != value:
                 raise RunError(
-                    f"Rank {other} on {host} has {name} {found[name]}, rank 0 on {host_0} has "
+                    f"Rank {other} on {host} has {name} {found.get(name)}, rank 0 on {host_0} has "
                     f"{value}: {remedy}."
                 )
+
+
+def check_arguments(args: argparse.Namespace) -> None:
+    """Raise RunError on all ranks if they have different arguments; all ranks must call this.
+
+    With other arguments, a rank could call other collectives. Paths may differ between nodes.
+    """
+    given = {name: value for name, value in vars(args).items() if name not in PATHS}
+    check_agreement(given, "give all nodes the same arguments")
 
 
 # --- the end of a process ---
@@ -263,6 +276,9 @@ def _exit(status: int) -> NoReturn:
         sys.exit(status)
     if not dist.is_initialized():
         threading._shutdown()  # waits for Python's threads, as sys.exit() does
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    for worker in multiprocessing.active_children():
+        worker.kill()  # data workers ignore SIGTERM, and an exit handler waits for them
     atexit._run_exitfuncs()  # includes the one of wandb
     sys.stdout.flush()
     sys.stderr.flush()

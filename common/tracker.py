@@ -195,7 +195,7 @@ def _open_metrics(run_dir: Path, last: int) -> IO[str]:
     saved, local = run_dir / "metrics.jsonl", storage.local_run_dir(run_dir) / "metrics.jsonl"
     kept = ""
     for line in saved.read_text(encoding="utf-8").splitlines() if storage.exists(saved) else ():
-        with contextlib.suppress(ValueError):
+        with contextlib.suppress(ValueError, KeyError):
             if json.loads(line)["step"] <= last:
                 kept += line + "\n"
     temporary = local.with_suffix(".tmp")

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 import torch.distributed.checkpoint as dcp
 from torch import nn
+from torch.distributed.checkpoint import CheckpointException
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from common import checkpoint, models
@@ -33,7 +34,7 @@ def find_saved(run: Path, step: int | None) -> SavedCheckpoint:
     kept = checkpoint.complete_checkpoints(run)
     if settings is None or not kept:
         raise RunError(f"{run} is no run's folder with a complete checkpoint: check the path.")
-    step = step or max(kept)
+    step = max(kept) if step is None else step
     if step not in kept:
         steps = ", ".join(map(str, sorted(kept)))
         raise RunError(f"The run {run} keeps no checkpoint of step {step}: give one of {steps}.")
@@ -73,6 +74,12 @@ def load_model(
     }
     if damaged := explain_store_errors(checkpoint.damaged_file)(saved.path):
         raise RunError(f"The checkpoint file {damaged} is damaged: give another --step.")
-    dcp.load({"model": weights}, storage_reader=checkpoint.reader_of(saved.path), no_dist=True)
+    try:
+        dcp.load({"model": weights}, storage_reader=checkpoint.reader_of(saved.path), no_dist=True)
+    except CheckpointException as error:
+        reason = checkpoint.failure_of(error)
+        raise RunError(
+            f"The checkpoint {saved.path} cannot be read ({reason}): give another --step."
+        ) from error
     named = f"(model {model_name}, tokenizer {tokenizer_name})"
     return model, weights, tokenizer, f"step {saved.step} of {saved.run} {named}"

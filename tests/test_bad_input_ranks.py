@@ -140,6 +140,14 @@ def test_a_precision_that_cannot_be(monkeypatch, name, param_dtype, capability, 
 
 
 @pytest.mark.check
+def test_a_loss_scale_that_cannot_recover():
+    for scale in (65536.0, precision.SMALLEST_SCALE):
+        precision.check_scale(scale)
+    with pytest.raises(RunError, match="no step has finite gradients: give --precision bf16"):
+        precision.check_scale(precision.SMALLEST_SCALE / 2)
+
+
+@pytest.mark.check
 @pytest.mark.parametrize(
     ("local_ranks", "expected"),
     [
@@ -159,6 +167,12 @@ def test_nodes_that_hsdp_cannot_use(monkeypatch, local_ranks, expected):
 # --- what two ranks refuse ---
 
 
+@contextlib.contextmanager
+def with_flag(log_freq: str) -> Iterator[None]:
+    with mock.patch.object(sys, "argv", [*sys.argv, "--log-freq", log_freq]):
+        yield
+
+
 def refused(nodes: Path) -> dict[str, tuple]:
     """Return by name: chapter, arguments, what to run it in, the sentence ("...": any words)."""
     no_bf16 = functools.partial(cannot_multiply_in, torch.bfloat16)
@@ -175,6 +189,10 @@ def refused(nodes: Path) -> dict[str, tuple]:
             *(NODES, ("-d", "corpus.json"), own_nodes),
             "Rank 1 on node1 has dataset_checksum ..., rank 0 on node0 has ...: give all nodes the "
             "same arguments, data and Python.",
+        ),
+        "own flags": (
+            *(NODES, (), [functools.partial(with_flag, n) for n in ("3", "1")]),
+            "Rank 1 on ... has log_freq 1, rank 0 on ... has 3: give all nodes the same arguments.",
         ),
     }
 

@@ -26,7 +26,7 @@ pytestmark = pytest.mark.check
 
 # More than these is a sign that a script holds what teaches too little.
 FIRST_LINES, ADDED_LINES, MOST_LINES = 290, 60, 450
-COMMON_MODULES, COMMON_LINES = 14, 3140
+COMMON_MODULES, COMMON_LINES = 14, 3190
 SECTIONS = ["setup", "model", "data", "optimizer", "resume", "train"]
 WORDS = ["-1", "0", "0.5", "1", "inf", "word", ""]  # tell the types of flags apart
 

@@ -146,6 +146,16 @@ def check_tokens(path: Path, processes: int, reference: list, patch: pytest.Monk
 
 
 @pytest.mark.check
+def test_a_folder_without_a_validation_file_holds_a_part_out(tmp_path):
+    """The test file is not read."""
+    for name in ("train", "test"):
+        (tmp_path / f"{name}.txt").write_text(f"{name} " * 500)
+    rows = documents.find_documents(str(tmp_path), None, None).load()
+    parts = ["".join(documents.read_documents(rows, held_out)) for held_out in (False, True)]
+    assert "".join(parts) == "train " * 500 and all(parts)
+
+
+@pytest.mark.check
 @pytest.mark.parametrize(("form", "processes"), READ)
 def test_the_same_documents_give_the_same_tokens(tmp_path, reference, monkeypatch, form, processes):
     """Whatever the form of the files and the number of processes."""

@@ -1,6 +1,7 @@
 """A run of chapter 1 that was stopped, however it was stopped, goes on as if it had not been."""
 
 import copy
+import errno
 import json
 import re
 import shutil
@@ -8,6 +9,7 @@ import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -215,6 +217,43 @@ def check_the_order_of_saves(folder: Path, monkeypatch) -> None:
 @pytest.mark.check
 def test_the_order_of_saves(tmp_path, monkeypatch):
     check_the_order_of_saves(tmp_path, monkeypatch)
+
+
+@pytest.mark.check
+def test_an_old_checkpoint_that_cannot_be_deleted_stops_nothing(tmp_path, monkeypatch, caplog):
+    """On NFS, another node may still have a file of it open."""
+    run = make_run()
+    checkpoint.load_checkpoint(tmp_path, *run, {"step": 0}, {})
+    checkpoint.save_checkpoint(tmp_path, *run, {"step": 1}, keep=1)
+    with monkeypatch.context() as patch:
+        refused = OSError(errno.ENOTEMPTY, "Directory not empty")
+        patch.setattr(storage, "remove_folder", mock.Mock(side_effect=refused))
+        checkpoint.save_checkpoint(tmp_path, *run, {"step": 2}, keep=1)
+    assert "step-00000001 could not be deleted: [Errno 39] Directory not empty" in caplog.text
+    assert list(checkpoint.complete_checkpoints(tmp_path)) == [newest_step(tmp_path)] == [2]
+    checkpoint.save_checkpoint(tmp_path, *run, {"step": 3}, keep=1)
+    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000003"]
+
+
+@pytest.mark.check
+def test_a_run_that_was_stopped_before_its_first_checkpoint_says_so(tmp_path, caplog):
+    caplog.set_level("INFO", "common.checkpoint")
+    for expected in (0, 1):
+        assert not checkpoint.load_checkpoint(tmp_path, *make_run(), {"step": 0}, {"lr": 1})
+        assert caplog.text.count("has no complete checkpoint yet: the run starts") == expected
+
+
+@pytest.mark.check
+def test_a_checkpoint_that_cannot_be_read_is_named(tmp_path):
+    """Its files have the right sizes: a disk returns other bytes, or an error."""
+    run, folder = make_run(), tmp_path / "checkpoints/step-00000001"
+    checkpoint.load_checkpoint(tmp_path, *run, {"step": 0}, {})
+    checkpoint.save_checkpoint(tmp_path, *run, {"step": 1}, keep=1)
+    for file in folder.glob("*.distcp"):
+        file.write_bytes(bytes(file.stat().st_size))
+    with pytest.raises(RunError) as refused:
+        checkpoint.load_checkpoint(tmp_path, *run, {"step": 0}, {})
+    assert str(refused.value).startswith(f"The checkpoint {folder} cannot be read (")
 
 
 def delete_at_once(monkeypatch) -> None:

@@ -15,6 +15,7 @@ FIGURES = {
     "02-ddp/figures/scaling.svg": charts.scaling,
     "03-multi-node/figures/nodes_cost.svg": charts.nodes_cost,
     "04-fsdp/figures/measured_memory.svg": charts.measured_memory,
+    "05-mixed-precision/figures/a_model.svg": charts.model,
     "05-mixed-precision/figures/ladder.svg": charts.ladder,
     "05-mixed-precision/figures/zigzag.svg": charts.zigzag,
 }

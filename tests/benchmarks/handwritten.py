@@ -51,3 +51,8 @@ class HandwrittenGPT2(nn.Module):
         logits = F.linear(self.ln_f(x), self.wte.weight)
         targets = F.pad(labels, (0, 1), value=-100)[:, 1:]
         return F.cross_entropy(logits.view(-1, logits.size(-1)), targets.reshape(-1))
+
+    def get_input_embeddings(self) -> nn.Embedding:
+        return self.wte
+
+    get_output_embeddings = get_input_embeddings  # tied, as in GPT-2

@@ -16,6 +16,7 @@ from drawings.svg import (
     legend,
     line,
     lines_of_text,
+    path,
     rect,
     text,
 )
@@ -202,6 +203,37 @@ def ladder() -> str:
     ]
     out += lines_of_text(LEFT, y + 6, says, SMALL, "soft")
     return document("Speed and peak memory from strict float32 to fp8", y + 44, out)
+
+
+def model() -> str:
+    """Return the bits per byte on held-out text of the trained model, by minutes since launch."""
+    found = report.content(report.REPOSITORY / report.result("model"))
+    points = [(e["seconds"] / 60, e["bits_per_byte"]) for e in found["lines"] if "eval_loss" in e]
+    left, top, bottom, most, least, minutes = LEFT + 50, 92.0, 372.0, 1.8, 0.8, 14
+
+    def place(minute: float, bits: float) -> tuple[float, float]:
+        y = bottom - (bits - least) / (most - least) * (bottom - top)
+        return left + minute / minutes * (RIGHT - left), y
+
+    out = heading(
+        f"Held-out text: {points[-1][1]:.2f} bits per byte after {points[-1][0]:.0f} minutes"
+    )
+    out += lines_of_text(LEFT, 66, ["bits per byte"], SMALL, "soft")
+    for tick in (0.8, 1.0, 1.2, 1.4, 1.6, 1.8):
+        y = place(0, tick)[1]
+        out.append(line(left, y, RIGHT, y, "softline thin"))
+        out.append(text(left - 8, y + 6, f"{tick:.1f}", SMALL, "end"))
+    for minute in range(0, minutes + 1, 2):
+        out.append(text(place(minute, least)[0], bottom + 24, str(minute), SMALL, "middle"))
+    places = [place(*point) for point in points]
+    out.append(path("M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in places), "line"))
+    out += [rect(x - 4, y - 4, 8, 8, "green edge") for x, y in places]
+    for number in (0, 3, len(points) - 1):
+        (x, y), (_, bits) = places[number], points[number]
+        out.append(text(x, y - 14, f"{bits:.3f}", NORMAL, "middle bold"))
+    says = ["Minutes since launch. GPT-2 with 111 million parameters on one NVIDIA H200."]
+    out += lines_of_text(LEFT, bottom + 54, says, SMALL, "soft")
+    return document("Bits per byte on held-out text by minutes since launch", bottom + 72, out)
 
 
 def zigzag() -> str:
