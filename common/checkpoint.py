@@ -271,8 +271,7 @@ def load_checkpoint(
             logger.info(f"{run_dir} has no complete checkpoint yet: the run starts from step 0")
         return False
     content = collect_content(model, optimizer, lr_scheduler, state)
-    reader = reader_of(path)
-    known = reader.read_metadata().state_dict_metadata
+    known = reader_of(path).read_metadata().state_dict_metadata
     needed = {f"model.{name}" for name in content["model"]}
     for name, moments in content["optimizer"]["state"].items():
         needed |= {f"optimizer.state.{name}.{key}" for key in moments}
@@ -282,13 +281,8 @@ def load_checkpoint(
         del content[f"rng-{rank}"]
     # allow_partial_load: another release of PyTorch may use other names for some small values.
     planner = DefaultLoadPlanner(allow_partial_load=True)
-    try:
-        dcp.load(content, storage_reader=reader, planner=planner)
-    except CheckpointException as error:
-        raise RunError(
-            f"The checkpoint {path} cannot be read ({failure_of(error)}): try again, or delete it "
-            "to resume from an older checkpoint."
-        ) from error
+    remedy = "try again, or delete it to resume from an older checkpoint"
+    read_files(path, content, remedy, planner=planner)
     local_optimizer = _local_optimizer(optimizer)
     set_state_dict(
         model,
@@ -476,6 +470,15 @@ def reader_of(path: Path) -> dcp.StorageReader:
     if storage.is_remote(path):
         return FsspecReader(str(path), **path.storage_options)
     return dcp.FileSystemReader(path)
+
+
+def read_files(path: Path, content: dict, remedy: str, **options: object) -> None:
+    """Load the tensors of a checkpoint in place; options are dcp.load's. May raise RunError."""
+    try:
+        dcp.load(content, storage_reader=reader_of(path), **options)
+    except CheckpointException as error:
+        reason = failure_of(error)
+        raise RunError(f"The checkpoint {path} cannot be read ({reason}): {remedy}.") from error
 
 
 def writer_of(path: Path) -> dcp.StorageWriter:

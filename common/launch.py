@@ -41,7 +41,7 @@ SINGLE_PROCESS = dict(zip(RANK_VARIABLES, ("0", "1", "0", "localhost", "0"), str
 # Files of this repository, but not of a virtual environment in it; Debian has dist-packages.
 OWN_FILES = re.compile(rf"{re.escape(str(Path(__file__).parents[1]))}/(?!.*-packages/)")
 RESUMES = "The start of a run's log says how to resume it."
-# Arguments that may be another path on each node, and what was not given.
+# Arguments that may be another path on each node; as_before can show them.
 PATHS = ("save_dir", "dataset_name", "model_name", "tokenizer_name", "as_before")
 REQUEUE_STATUS = 75  # EX_TEMPFAIL in sysexits.h: try again later
 PR_SET_PDEATHSIG = 1  # https://man7.org/linux/man-pages/man2/PR_SET_PDEATHSIG.2const.html

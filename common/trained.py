@@ -5,9 +5,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import nn
-from torch.distributed.checkpoint import CheckpointException
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from common import checkpoint, models
@@ -74,12 +72,6 @@ def load_model(
     }
     if damaged := explain_store_errors(checkpoint.damaged_file)(saved.path):
         raise RunError(f"The checkpoint file {damaged} is damaged: give another --step.")
-    try:
-        dcp.load({"model": weights}, storage_reader=checkpoint.reader_of(saved.path), no_dist=True)
-    except CheckpointException as error:
-        reason = checkpoint.failure_of(error)
-        raise RunError(
-            f"The checkpoint {saved.path} cannot be read ({reason}): give another --step."
-        ) from error
+    checkpoint.read_files(saved.path, {"model": weights}, "give another --step", no_dist=True)
     named = f"(model {model_name}, tokenizer {tokenizer_name})"
     return model, weights, tokenizer, f"step {saved.step} of {saved.run} {named}"

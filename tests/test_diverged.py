@@ -43,25 +43,21 @@ def bad_gradient(step: int) -> tuple[str, str]:
 
 
 # Writing a checkpoint takes some seconds more.
-SLOW = [
-    (
-        START,
-        f"""{START}    import time
+SLOW = (
+    START,
+    f"""{START}    import time
     write_data = {WRITE}.write_data
     {WRITE}.write_data = lambda *args: time.sleep(3) or write_data(*args)
 """,
-    )
-]
+)
+ASYNC = ("--async-checkpoint",)
 # In which step it is noticed, and which checkpoint stays.
 CASES = {
     "one rank only": ("02-ddp", 2, [bad_loss(11, 1)], (), 12, 8),
     "in the step of a checkpoint": ("01-single-gpu", 1, [bad_gradient(16)], (), 16, 8),
     "with data workers": ("03-multi-node", 2, [bad_loss(11, 1)], ("--num-workers", 1), 12, 8),
-    "while a checkpoint is written": (
-        *("04-fsdp", 2, [bad_gradient(9), *SLOW]),
-        *(("--async-checkpoint",), 12, 8),
-    ),
-    "asynchronous": ("04-fsdp", 2, [bad_gradient(16)], ("--async-checkpoint",), 16, 8),
+    "while a checkpoint is written": ("04-fsdp", 2, [bad_gradient(9), SLOW], ASYNC, 12, 8),
+    "asynchronous": ("04-fsdp", 2, [bad_gradient(16)], ASYNC, 16, 8),
     "one rank's number only": ("02-ddp", 2, [bad_number(12, 1)], (), 12, 8),
     "before the first checkpoint": ("01-single-gpu", 1, [bad_loss(2, 0)], (), 4, None),
 }
@@ -121,7 +117,7 @@ def assert_stopped(
 def test_stops(tmp_path, case):
     chapter, world_size, replaced, args, noticed, kept = CASES[case]
     statuses = run(tmp_path, chapter, world_size, replaced, args)
-    assert_stopped(tmp_path, statuses, noticed, kept, is_slow=SLOW[0] in replaced)
+    assert_stopped(tmp_path, statuses, noticed, kept, is_slow=SLOW in replaced)
 
 
 @pytest.mark.parametrize("bug", BUGS)

@@ -22,6 +22,12 @@ def visible_gpus(first: int, number: int) -> str:
     return ",".join(chosen) if len(chosen) == number else said
 
 
+def memory_kib(pid: int) -> dict[str, int]:
+    """Return the KiB of a process by kind, such as Pss; shared pages count in parts."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()[1:]
+    return {line.split(":")[0]: int(line.split()[1]) for line in lines}
+
+
 def file_name(label: str) -> str:
     """Return the name of a row's file or folder."""
     return label.replace(" ", "-").replace(",", "")

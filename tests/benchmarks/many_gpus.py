@@ -113,11 +113,17 @@ class Benchmark:
         words = [str(script), *shlex.split(f"{more_args} {args}")]
         return {"label": label, "gpus": gpus, "words": words, "environment": {}, **more}
 
+    def copied(self, name: str, chapter: str | Path) -> Path:
+        """Return the path of a new copy of a chapter, or of a changed copy."""
+        source = REPOSITORY / chapter
+        copy = self.folder / name / source.name
+        shutil.rmtree(copy, ignore_errors=True)
+        shutil.copytree(source, copy)
+        return copy
+
     def changed(self, chapter: str, diff: str) -> Path:
         """Return the path of a copy of a chapter with a diff of chapter 5 applied."""
-        copy = self.folder / diff / chapter
-        shutil.rmtree(copy, ignore_errors=True)
-        shutil.copytree(REPOSITORY / chapter, copy)
+        copy = self.copied(diff, chapter)
         command = ["git", "apply", REPOSITORY / MIXED / "diffs" / diff]
         subprocess.run(command, cwd=self.folder / diff, check=True)
         return copy
@@ -373,19 +379,34 @@ class Benchmark:
         while len(row["found"]) < count and "failed" not in row:
             time.sleep(random.uniform(1, 8))
             rank = random.randrange(n)
-            killed = time.monotonic()
-            os.kill(worker(row, rank), signal.SIGKILL)
-            time.sleep(0.5)  # a step that was almost done may still be logged
-            step = self.lines(row)[-1]["step"]
-            row["seen"] = [(killed, step)]
-            self.watch([row], lambda row, step=step: row["seen"][-1][1] > step)
-            # The run has first shortened its metrics to the step of its checkpoint.
-            restored = min(step for _, step in row["seen"])
-            first = next((t for t, step in row["seen"][1:] if step > restored), float("nan"))
-            found = {"rank": rank, "steps_lost": step - restored, "stands_still_s": first - killed}
-            row["found"].append(found | {"caught_up_s": row["seen"][-1][0] - killed})
+            row["found"].append({"rank": rank, **self.hit(row, rank, signal.SIGKILL)})
             self.report(row)
         stop([row])
+
+    def hit(self, row: dict, rank: int, number: int) -> dict[str, float]:
+        """Send a rank a signal that ends a run's steps; return how long it stands still."""
+        others = [psutil.Process(worker(row, n)) for n in range(row["gpus"]) if n != rank]
+        hit = time.monotonic()
+        os.kill(worker(row, rank), number)
+        time.sleep(0.5)  # a step that was almost done may still be logged
+        step = self.lines(row)[-1]["step"]
+        row["seen"], ends = [(hit, step)], []
+
+        def is_back(row: dict) -> bool:
+            if not ends and not any(other.is_running() for other in others):
+                ends.append(time.monotonic() - hit)
+            return row["seen"][-1][1] > step
+
+        self.watch([row], is_back)
+        # The run has first shortened its metrics to the step of its checkpoint.
+        restored = min(step for _, step in row["seen"])
+        first = next((t for t, step in row["seen"][1:] if step > restored), float("nan"))
+        return {
+            "others_end_s": ends[0] if ends else float("nan"),
+            "steps_lost": step - restored,
+            "stands_still_s": first - hit,
+            "caught_up_s": row["seen"][-1][0] - hit,
+        }
 
     def saves(self) -> None:
         """Save the model and its optimizer state twice."""

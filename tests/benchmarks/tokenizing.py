@@ -25,7 +25,7 @@ import time
 from pathlib import Path
 
 import psutil
-from machine import write_result
+from machine import memory_kib, write_result
 
 from common.data import encode_documents
 from common.documents import BUILT_IN, find_documents, read_documents
@@ -70,8 +70,7 @@ def watch(command: list[str]) -> dict[str, float]:
         total = dict.fromkeys(KINDS, 0)
         for each in (process, *process.children(recursive=True)):
             with contextlib.suppress(OSError, psutil.Error):  # it has just ended
-                lines = Path(f"/proc/{each.pid}/smaps_rollup").read_text().splitlines()[1:]
-                sizes = {line.split(":")[0]: int(line.split()[1]) for line in lines}
+                sizes = memory_kib(each.pid)
                 total = {kind: total[kind] + sizes[kind] for kind in KINDS}
         found = (total["Pss"] / 2**20, (total["Pss_Anon"] + total["Pss_Shmem"]) / 2**20)
         peak = {key: max(peak[key], new) for key, new in zip(peak, found, strict=True)}

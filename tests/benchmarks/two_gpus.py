@@ -20,7 +20,6 @@ import argparse
 import contextlib
 import os
 import re
-import shutil
 import signal
 import sys
 import time
@@ -29,9 +28,9 @@ from pathlib import Path
 import many_gpus
 import psutil
 import torch
+from machine import memory_kib
 from many_gpus import DDP, FSDP, MIXED, NODES, PRESETS, REPOSITORY, stop, worker
-
-from common.models import load_config
+from transformers import AutoConfig
 
 LLAMA_1B = {  # of Llama 3.2 1B, in the configuration of Llama 3.1 8B
     "hidden_size": 2048,
@@ -85,8 +84,6 @@ PREFETCH = """    for before, after in zip(layers, layers[1:]):
         after.set_modules_to_backward_prefetch([before])
 """
 SHARDED = "    fully_shard(model, **sharding)\n"
-
-
 LOADED = {  # lines of chapter 4's log
     "started": "arguments:",
     "rank 0 has read the weights": "rank 0 holds",
@@ -104,10 +101,7 @@ class Benchmark(many_gpus.Benchmark):
 
     def replaced(self, name: str, chapter: str | Path, old: str, new: str) -> Path:
         """Return the path of a copy of a chapter with another text in its script."""
-        source = REPOSITORY / chapter
-        copy = self.folder / name / source.name
-        shutil.rmtree(copy, ignore_errors=True)
-        shutil.copytree(source, copy)
+        copy = self.copied(name, chapter)
         text = (copy / "train_llm.py").read_text()
         assert old in text, old
         (copy / "train_llm.py").write_text(text.replace(old, new))
@@ -118,15 +112,11 @@ class Benchmark(many_gpus.Benchmark):
         if self.args.tiny:
             return "-m llama-tiny --lr 1e-4"
         folder = self.folder / name
-        if not (folder / "config.json").exists():
-            config = load_config(str(PRESETS / "llama-3.1-8b"))
-            if "model_type" in shape:
-                from transformers import AutoConfig
-
-                config = AutoConfig.for_model(**shape)
-            for key, value in shape.items():
-                setattr(config, key, value)
-            config.save_pretrained(folder)
+        if "model_type" in shape:
+            config = AutoConfig.for_model(**shape)
+        else:
+            config = AutoConfig.from_pretrained(PRESETS / "llama-3.1-8b", **shape)
+        config.save_pretrained(folder)
         return f"-m {folder} --tokenizer-name gpt2-tiny --lr 1e-4"
 
     def single(self) -> None:
@@ -299,23 +289,7 @@ class Benchmark(many_gpus.Benchmark):
             for _ in range(3 if number == signal.SIGKILL else 1):
                 if "failed" in row:
                     break
-                other = psutil.Process(worker(row, 0))
-                hit = time.monotonic()
-                os.kill(worker(row, 1), number)
-                time.sleep(0.5)
-                step = self.lines(row)[-1]["step"]
-                row["seen"] = [(hit, step)]
-                other_ends = float("nan")
-                try:
-                    other.wait(200)
-                    other_ends = time.monotonic() - hit
-                except psutil.Error:
-                    pass
-                self.watch([row], lambda row, step=step: row["seen"][-1][1] > step)
-                restored = min(step for _, step in row["seen"])
-                first = next((t for t, s in row["seen"][1:] if s > restored), float("nan"))
-                found = {"other_rank_ends_s": other_ends, "steps_lost": step - restored}
-                row["found"].append(found | {"stands_still_s": first - hit})
+                row["found"].append(self.hit(row, 1, number))
                 self.report(row)
             stop([row])
         for label in ("a signal during a step", "a signal during a save"):
@@ -345,8 +319,7 @@ def host_memory(row: dict) -> float:
     total = 0
     for process in psutil.Process(row["processes"][0].pid).children(recursive=True):
         with contextlib.suppress(OSError):
-            lines = Path(f"/proc/{process.pid}/smaps_rollup").read_text().splitlines()[1:]
-            sizes = {line.split(":")[0]: int(line.split()[1]) for line in lines}
+            sizes = memory_kib(process.pid)
             total += sizes["Pss_Anon"] + sizes["Pss_Shmem"]
     return total / 2**20
 
