@@ -304,6 +304,7 @@ def main() -> None:
                 **timers.read(tokens_per_step, world_size, token_flops),
             }
             metrics |= find_straggler(metrics["time/wait"])
+            launch.restore_stop_handlers()  # with --compile, Triton's compiler has replaced them
             # A signal can reach only some ranks, or reach them in different steps. If any rank has
             # received one, all ranks stop here. A rank that stopped alone would block the others.
             stop_requests = torch.tensor(len(stop_signals), device=device)

@@ -388,6 +388,7 @@ def main() -> None:
                 metrics["loss_scale"] = scaler.get_scale()
                 check_scale(metrics["loss_scale"])
             metrics |= find_straggler(metrics["time/wait"])
+            launch.restore_stop_handlers()  # with --compile, Triton's compiler has replaced them
             # A signal can reach only some ranks, or reach them in different steps. If any rank has
             # received one, all ranks stop here. A rank that stopped alone would block the others.
             stop_requests = torch.tensor(len(stop_signals), device=device)

@@ -291,6 +291,15 @@ def ignore_stop_signals(worker: int) -> None:
     signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 
+def restore_stop_handlers() -> None:
+    """Set this script's handlers of the stop signals again.
+
+    Triton compiles kernels with LLVM, whose handlers replace Python's and ignore SIGUSR1.
+    """
+    for number in (signal.SIGTERM, signal.SIGUSR1):
+        signal.signal(number, signal.getsignal(number))
+
+
 def ask_for_requeue(run_dir: Path, step: int) -> int:
     """Write the file `requeue` to the run's folder, and return the exit status for a requeue.
 

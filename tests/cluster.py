@@ -1,12 +1,10 @@
 """A Slurm cluster for the tests: the chapter's own local_cluster.sh, up once for all of them."""
 
-import contextlib
 import os
 import re
-import shlex
 import subprocess
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -43,34 +41,22 @@ class Cluster:
 
     def script(self, *args: object, **env: str) -> subprocess.CompletedProcess:
         """Run `local_cluster.sh ARGS`, with these variables too."""
-        return self._execute(["bash", SCRIPT, *args], PATIENCE_S, env)
+        return self.execute(["bash", SCRIPT, *args], env)
 
-    def _execute(self, command, timeout: float, env=()) -> subprocess.CompletedProcess:
+    def execute(self, command: Iterable[object], env: dict) -> subprocess.CompletedProcess:
         return subprocess.run(
             [*self.within, *map(str, command)],
-            env={**self.env, **dict(env)},
+            env={**self.env, **env},
             capture_output=True,
             text=True,
-            timeout=timeout,
+            timeout=2 * PATIENCE_S,
         )
 
-    def up(self, nodes: int = 2) -> None:
-        result = self.script("up", nodes)
-        assert result.returncode == 0, result.stderr
-
-    def down(self) -> None:
-        result = self.script("down")
-        assert result.returncode == 0, result.stderr
-
-    def shell(self, *command: object, timeout: float = PATIENCE_S) -> str:
+    def shell(self, *command: object) -> str:
         """Run a command on this machine, as one who uses the cluster; return what it prints."""
-        result = self._execute(command, timeout)
+        result = self.execute(command, {})
         assert result.returncode == 0, f"{command}: {result.stdout}{result.stderr}"
         return result.stdout.strip()
-
-    def run(self, node: str, *command: str, timeout: float = PATIENCE_S) -> str:
-        """Run a command on a node, through ssh; return what it prints."""
-        return self.shell("ssh", "-F", self.ssh_config, node, shlex.join(command), timeout=timeout)
 
     def sbatch(self, *args: object) -> str:
         """Submit a job and return its id."""
@@ -80,11 +66,6 @@ class Cluster:
         """Return what Slurm knows of a job: JobState, Restarts, NodeList, ..."""
         shown = self.shell("scontrol", "show", "--oneliner", "job", job)
         return dict(re.findall(r"(\S+?)=(\S*)", shown))
-
-    def wait(self, job: str, *states: str, timeout: float = PATIENCE_S) -> dict[str, str]:
-        """Wait until a job is in one of these states; return what Slurm knows of it then."""
-        self.until(lambda: self.job(job)["JobState"] in states, f"job {job} {states}", timeout)
-        return self.job(job)
 
     def node_state(self, node: str) -> str:
         """Return idle, mixed, allocated, down+not_responding, ...
@@ -103,10 +84,10 @@ class Cluster:
         self.shell("ip", "-n", f"{self.name}-switch", "link", "set", node, "up")
 
     @staticmethod
-    def until(happened: Callable[[], bool], what: str, timeout: float = PATIENCE_S) -> None:
-        deadline = time.monotonic() + timeout
+    def until(happened: Callable[[], bool], what: str = "what the test waits for") -> None:
+        deadline = time.monotonic() + PATIENCE_S
         while not happened():
-            assert time.monotonic() < deadline, f"not in {timeout} seconds: {what}"
+            assert time.monotonic() < deadline, f"not in {PATIENCE_S} seconds: {what}"
             time.sleep(0.1)
 
 
@@ -122,22 +103,22 @@ def need_cluster() -> None:
         give_up(result.stderr.strip())
 
 
-@contextlib.contextmanager
-def running_cluster(nodes: int = 2) -> Iterator[Cluster]:
-    """Yield a cluster whose name and network nothing else uses; take it down in the end.
+@pytest.fixture(scope="session")
+def cluster() -> Iterator[Cluster]:
+    """Yield a cluster of node1 and node2 whose name and network nothing else uses.
 
-    A shell does both. It takes the cluster down when its input is closed, which the system also
-    does when this process is killed. It has no TMPDIR, since processes that have the one of a test
-    session are killed when the session ends.
+    All tests of a process share it. A shell takes it up, and down when its input is closed, which
+    the system also does when this process is killed. It has no TMPDIR, since processes that have
+    the one of a test session are killed when the session ends.
     """
     need_cluster()
-    shell = 'bash "$0" up "$1" || exit; read -r; exec bash "$0" down &>/dev/null'
+    shell = 'bash "$0" up || exit; read -r; exec bash "$0" down &>/dev/null'
     said = ""
     for number in range(256):
         name = f"tests{chr(97 + number // 26)}{chr(97 + number % 26)}"
         cluster = Cluster(name, f"10.99.{number}")
         with subprocess.Popen(
-            ["bash", "-c", shell, SCRIPT, str(nodes)],
+            ["bash", "-c", shell, SCRIPT],
             env={key: value for key, value in cluster.env.items() if key != "TMPDIR"},
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
@@ -152,10 +133,3 @@ def running_cluster(nodes: int = 2) -> Iterator[Cluster]:
         if process.returncode != 2:  # 2: another test session uses the name or the network
             break
     assert process.returncode == 0, said
-
-
-@pytest.fixture(scope="session")
-def cluster():
-    """Yield a cluster of node1 and node2, which all tests of a process share."""
-    with running_cluster() as cluster:
-        yield cluster

@@ -67,19 +67,6 @@ def pytest_unconfigure() -> None:
                 process.kill()
 
 
-# The modules that take longest start first, so that no worker is left alone with one at the end.
-LONGEST = (
-    "test_multi_node",
-    "test_labs",
-    "test_pages",
-    "test_precision",
-    "test_fsdp",
-    "test_parity",
-    "test_fault_lab",
-    "test_parallel",
-)
-
-
 @pytest.hookimpl(tryfirst=True)  # before pytest selects by -m, and before xdist forms groups
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put tests into their tiers and groups, and skip those that need what this machine lacks."""
@@ -95,7 +82,8 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
         # The tests of a module run in one worker: they share what its fixtures have started.
         item.add_marker(pytest.mark.xdist_group(item.path.stem))
     on_cluster = {item.path for item in items if "cluster" in item.fixturenames}
-    items.sort(key=lambda item: (item.path not in on_cluster, item.path.stem not in LONGEST))
+    # They take longest: no worker must be left alone with them at the end.
+    items.sort(key=lambda item: item.path not in on_cluster)
 
 
 @pytest.fixture
@@ -145,17 +133,14 @@ def corpus(tmp_path) -> Path:
 def train(tmp_path, monkeypatch):
     """Return a function that runs chapter 1 in this process and returns the metrics it wrote.
 
-    Of the built-in corpus it evaluates two batches, if not told to evaluate as much as a reader's
-    run does: that would take longer than a test's few steps.
+    Of the built-in corpus it evaluates two batches: all would take longer than a test's few steps.
     """
 
-    def run(
-        *args: object, name: str = "run", chapter: str = "01-single-gpu", whole: bool = False
-    ) -> list[dict]:
+    def run(*args: object, name: str = "run", chapter: str = "01-single-gpu") -> list[dict]:
         argv = ["train_llm.py", *args, "--save-dir", tmp_path, "-e", name]
         monkeypatch.setattr(sys, "argv", [str(arg) for arg in argv])
         script = load_script(ROOT / chapter / "train_llm.py")
-        if not whole and "-d" not in args:
+        if "-d" not in args:
             evaluate = script.evaluate
 
             def evaluate_little(model: torch.nn.Module, batches: Iterable, *others: object) -> dict:

@@ -17,6 +17,7 @@ import time
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
 from pathlib import Path
+from unittest import mock
 
 import psutil
 import pytest
@@ -208,11 +209,6 @@ def speak_at_once() -> None:
     cli.HEAD_START_S = 0.0
 
 
-def say_it_soon() -> None:
-    """Nobody ends the other ranks here when rank 0 has spoken: they speak too, without a wait."""
-    cli.HEAD_START_S = 0.5
-
-
 # --- planted bugs ---
 
 # Each planted bug in a script: what stands there and what replaces it. They register when their
@@ -238,12 +234,10 @@ def replace_in(path: Path, right: str, wrong: str) -> None:
 
 def plant(chapter: str, folder: Path, replacements: list[tuple[str, str]]) -> Path:
     """Return a folder with the chapter's script in which each text is replaced."""
-    source = (ROOT / chapter / "train_llm.py").read_text()
-    for right, wrong in replacements:
-        assert source.count(right) == 1, right
-        source = source.replace(right, wrong)
     folder.mkdir()
-    (folder / "train_llm.py").write_text(source)
+    script = Path(shutil.copy(ROOT / chapter / "train_llm.py", folder))
+    for right, wrong in replacements:
+        replace_in(script, right, wrong)
     return folder
 
 
@@ -448,10 +442,9 @@ def assert_noticed(ladder: Ladder, red: str, run: Run) -> None:
 @contextlib.contextmanager
 def without_kernels(path: str) -> Iterator[None]:
     """Compile to graphs only: to make kernels of them takes a minute, and test_training.py does."""
-    compiler = torch.compile
-    torch.compile = functools.partial(compiler, backend="aot_eager")
-    yield
-    torch.compile = compiler
+    compiler = functools.partial(torch.compile, backend="aot_eager")
+    with mock.patch.object(torch, "compile", compiler):
+        yield
 
 
 # --- resumed runs ---

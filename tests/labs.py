@@ -22,7 +22,6 @@ import os
 import re
 import sys
 import tempfile
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -126,10 +125,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("notebooks", nargs="*", type=Path, help="all of them, if none is named")
     for path in parser.parse_args().notebooks or labs():
-        start = time.perf_counter()
-        notebook = execute(path)
-        nbformat.write(notebook, path)
-        print(f"{path}: {time.perf_counter() - start:.0f} s")
+        nbformat.write(execute(path), path)
+        print(path)
 
 
 if __name__ == "__main__":

@@ -57,17 +57,12 @@ for page in report.pages():
                 MAKERS.setdefault(name, command)
 
 
-def used_by(command: str) -> list[str]:
-    """Return the runs, folders and files that a command reads."""
-    words = [each for each in shlex.split(command) if each in MAKERS or each.startswith("outputs/")]
-    return [word for word in words if word not in made_by(command)]
-
-
 def in_order(wanted: list[str]) -> list[str]:
     """Return commands, each one after those that make what it reads."""
     order = []
     for command in wanted:
-        before = in_order([MAKERS[name] for name in used_by(command) if name in MAKERS])
+        read = [name for name in MAKERS if name in shlex.split(command)]
+        before = in_order([MAKERS[name] for name in read if name not in made_by(command)])
         order += [each for each in [*before, command] if each not in order]
     return order
 

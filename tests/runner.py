@@ -15,7 +15,6 @@ import os
 import random
 import runpy
 import signal
-import subprocess
 import sys
 import time
 import traceback
@@ -23,6 +22,7 @@ from collections.abc import Callable, Iterator
 from multiprocessing import forkserver
 from pathlib import Path
 from queue import Empty
+from unittest import mock
 
 import datasets  # noqa: F401  what a run imports is imported once, by the server
 import torch
@@ -67,13 +67,11 @@ def server_context() -> multiprocessing.context.ForkServerContext:
     return context
 
 
-def ask_ranks(
-    world_size: int, target: Callable[..., None], *arguments: object, timeout: float = 900
-) -> list:
+def ask_ranks(world_size: int, target: Callable[..., None], *arguments: object) -> list:
     """Call target(rank, *arguments, queue) in a process for each rank; return the answers by rank.
 
-    Each puts (rank, answer) on the queue, within `timeout` seconds. What it puts must be copied:
-    the process may be gone when it is read.
+    Each puts (rank, answer) on the queue. What it puts must be copied: the process may be gone when
+    it is read.
     """
     context = server_context()
     queue = context.Queue()
@@ -82,7 +80,7 @@ def ask_ranks(
     ]
     for process in ranks:
         process.start()
-    found, deadline = {}, time.monotonic() + timeout
+    found, deadline = {}, time.monotonic() + 900
     while len(found) < world_size:
         ended = [rank for rank, process in enumerate(ranks) if process.exitcode is not None]
         try:
@@ -156,7 +154,7 @@ class Series:
 
     runs: by name, what _run_in_series takes. The processes are new ones after a run that failed.
     env: to set before the start, of each rank a dictionary. in_shell: start an interpreter for each
-    rank instead of a child of the server, as GPUs need it; then `within` cannot be given.
+    rank instead of a child of the server, as GPUs need it.
     """
 
     def __init__(
@@ -166,58 +164,36 @@ class Series:
         folder: Path,
         env: list[dict[str, object]] | None = None,
         in_shell: bool = False,
-        timeout: float = 900,
     ) -> None:
+        context = multiprocessing.get_context("spawn") if in_shell else server_context()
         folder.mkdir(parents=True, exist_ok=True)
-        self.seconds: dict[str, float] = {}  # how long each run took that came to its end
+        self.ended: list[str] = []  # the runs that came to their end
         left = list(runs)
         while left:
             stores = {
                 name: TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
                 for name in left
             }
-            ended = folder / f"ended-{len(runs) - len(left)}"
+            files = [folder / f"ended-{len(left)}-{rank}" for rank in range(world_size)]
             processes = []
-            for rank in range(world_size):
-                place = place_of(rank, world_size) | (env[rank] if env else {})
+            for rank, file in enumerate(files):
+                file.touch()
+                own_place = place_of(rank, world_size) | (env[rank] if env else {})
+                place = {key: str(value) for key, value in own_place.items()}
                 own = [
                     {"name": name, "port": stores[name].port, **_of_rank(runs[name], rank)}
                     for name in left
                 ]
-                arguments = (own, place, f"{ended}-{rank}")
-                processes.append(_start_in_shell(*arguments) if in_shell else _fork(*arguments))
-            _wait_for_all(processes, timeout * len(left))
-            seconds = [_read_seconds(f"{ended}-{rank}") for rank in range(world_size)]
-            done = min(map(len, seconds))
-            self.seconds |= dict(list(seconds[0].items())[:done])
+                processes.append(context.Process(target=_series_main, args=(own, place, file)))
+                with mock.patch.dict(os.environ, place):  # what an interpreter reads at its start
+                    processes[-1].start()
+            _wait_for_all(processes, 900 * len(left))
+            done = min(len(file.read_text().splitlines()) for file in files)
+            self.ended += left[:done]
             left = left[done + 1 :]  # the next one failed
 
     def assert_ended(self, name: str) -> None:
-        assert name in self.seconds, "the run failed: see stderr"
-
-
-class RunsByRanks:
-    """Runs in one folder. All of one number of ranks are done when one of them is asked for.
-
-    runs: by name, each with its world_size.
-    """
-
-    def __init__(self, folder: Path, runs: dict[str, object]) -> None:
-        self.folder, self.runs = folder, runs
-        self.series: dict[int, Series] = {}
-
-    def options(self, name: str) -> dict[str, object]:
-        """Return what Series takes for this run."""
-        raise NotImplementedError
-
-    def __getitem__(self, name: str) -> Path:
-        """Return the folder of a run; fails if the run did."""
-        ranks = self.runs[name].world_size
-        if ranks not in self.series:
-            options = {n: self.options(n) for n, r in self.runs.items() if r.world_size == ranks}
-            self.series[ranks] = Series(ranks, options, self.folder / f"on-{ranks}")
-        self.series[ranks].assert_ended(name)
-        return self.folder / name
+        assert name in self.ended, "the run failed: see stderr"
 
 
 def _of_rank(options: dict[str, object], rank: int) -> dict[str, object]:
@@ -226,57 +202,26 @@ def _of_rank(options: dict[str, object], rank: int) -> dict[str, object]:
     return {**own, "args": [str(arg) for arg in options["args"]]}
 
 
-def _fork(*arguments: object) -> Callable[[], int | None]:
-    process = server_context().Process(target=_series_main, args=arguments)
-    process.start()
-    return _Child(process)
-
-
-def _start_in_shell(*arguments: object) -> subprocess.Popen:
-    place = {key: str(value) for key, value in arguments[1].items()}
-    command = [sys.executable, __file__, json.dumps(arguments)]
-    return subprocess.Popen(command, env={**os.environ, **place})
-
-
-class _Child:
-    """A child of the server, with the methods of Popen."""
-
-    def __init__(self, process: multiprocessing.Process) -> None:
-        self.process = process
-
-    def poll(self) -> int | None:
-        return self.process.exitcode
-
-    def kill(self) -> None:
-        self.process.kill()
-        self.process.join()
-
-
-def _wait_for_all(processes: list, timeout: float, grace: float = 10) -> None:
+def _wait_for_all(processes: list[multiprocessing.Process], timeout: float) -> None:
     """Wait until all have ended; from the first failure on, for some seconds only."""
     deadline = time.monotonic() + timeout
-    while any(process.poll() is None for process in processes):
-        if any(process.poll() for process in processes):
+    grace = 10.0
+    while any(process.exitcode is None for process in processes):
+        if any(process.exitcode for process in processes):
             deadline = min(deadline, time.monotonic() + grace)
             grace = timeout
         if time.monotonic() > deadline:
             for process in processes:
                 process.kill()
-            break
+                process.join()
         time.sleep(0.05)
 
 
-def _read_seconds(path: str) -> dict[str, float]:
-    lines = Path(path).read_text().splitlines() if Path(path).exists() else ()
-    return dict(map(json.loads, lines))
-
-
-def _series_main(runs: list[dict], env: dict[str, object], ended: str) -> None:
-    """Do all runs; after each, add its name and how many seconds it took to the file `ended`."""
+def _series_main(runs: list[dict], env: dict[str, str], ended: Path) -> None:
+    """Do all runs; after each, add its name to the file `ended`."""
     os.chdir(ROOT)
-    os.environ |= {key: str(value) for key, value in env.items()}
+    os.environ |= env
     for run in runs:
-        start = time.monotonic()
         try:
             _run_in_series(**run)
         except BaseException:  # SystemExit too: no run here may end in a status but 0
@@ -284,8 +229,8 @@ def _series_main(runs: list[dict], env: dict[str, object], ended: str) -> None:
             traceback.print_exc()
             sys.stderr.flush()
             os._exit(1)
-        with Path(ended).open("a") as file:
-            file.write(json.dumps([run["name"], time.monotonic() - start]) + "\n")
+        with ended.open("a") as file:
+            file.write(f"{run['name']}\n")
     os._exit(0)
 
 
@@ -296,19 +241,18 @@ def _run_in_series(
     chapter: str = "01-single-gpu",
     samples_file: str | None = None,
     within: Callable[[], contextlib.AbstractContextManager] | None = None,
-    env: dict[str, object] | None = None,
     expect: int = 0,
     stderr_file: str | None = None,
 ) -> None:
     """Run one configuration and leave the process as it was.
 
     port: of the store. args, chapter, samples_file: as for _child. within: returns a context in
-    which to run: what it plants or notes, it takes away again. env: variables to set for this run.
-    expect: the status with which the script must end on this rank. With another status than 0, all
-    ranks must end by themselves, without waiting for each other. stderr_file: gets what is printed.
+    which to run: what it plants or notes, it takes away again. expect: the status with which the
+    script must end on this rank. With another status than 0, all ranks must end by themselves,
+    without waiting for each other. stderr_file: gets what is printed.
     """
     before = dict(os.environ)
-    os.environ |= {"MASTER_PORT": str(port), **{k: str(v) for k, v in (env or {}).items()}}
+    os.environ["MASTER_PORT"] = str(port)
     sys.argv = [f"{chapter}/train_llm.py", *args]
     random.seed(12345)
     handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
@@ -348,17 +292,14 @@ def _stderr_to(path: str) -> Iterator[None]:
 
 def _end_with(status: int, main: Callable[[], None]) -> None:
     """Run a script that must end with this status; this process goes on."""
-
-    def leave(found: int) -> None:
-        raise SystemExit(found)
-
-    leave_for_ever, launch._exit = launch._exit, leave
-    head_start, cli.HEAD_START_S = cli.HEAD_START_S, 0.0
-    try:
-        launch.run(main)
-    except SystemExit as error:
-        assert error.code == status, f"the status is {error.code}"
-    launch._exit, cli.HEAD_START_S = leave_for_ever, head_start
+    with (
+        mock.patch.object(launch, "_exit", sys.exit),
+        mock.patch.object(cli, "HEAD_START_S", 0.0),
+    ):
+        try:
+            launch.run(main)
+        except SystemExit as error:
+            assert error.code == status, f"the status is {error.code}"
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
 
@@ -512,7 +453,5 @@ def _at_call(module, name: str, call: int, action) -> None:
     setattr(module, name, function)
 
 
-if __name__ == "__main__":
-    _series_main(*json.loads(sys.argv[1]))
-elif "pytest" not in sys.modules:
+if "pytest" not in sys.modules:
     gc.freeze()  # in the server: no child looks through what it imported, or copies it, for garbage

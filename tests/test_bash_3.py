@@ -64,9 +64,8 @@ def test_launch_files_start_the_script_with_this_machines_bash(arguments, tmp_pa
         (tmp_path / name).symlink_to(program)
     (tmp_path / "hosts").write_text("# two of them\nnode1 \n\nnode2\n")
     for path in ROOT.glob("[0-9]*/launch*.sh"):
-        before = []
-        if path.name == "launch_ssh.sh":
-            before = ["start", tmp_path / "hosts", "-e", "run"]
+        over_ssh = path.name == "launch_ssh.sh"
+        before = ["start", tmp_path / "hosts", "-e", "run"] if over_ssh else []
         done = subprocess.run(
             ["bash", path, *before, *arguments],
             env={"PATH": f"{tmp_path}:{os.environ['PATH']}", "VIRTUAL_ENV": "active"},
@@ -75,7 +74,7 @@ def test_launch_files_start_the_script_with_this_machines_bash(arguments, tmp_pa
             text=True,
         )
         assert (done.returncode, done.stderr) == (0, ""), path
-        if before:
+        if over_ssh:
             assert re.findall(r"^(\w+): started", done.stdout, re.MULTILINE) == ["node1", "node2"]
             assert done.stdout.count("env NNODES=2 HEAD=node1:29400 ") == 2
         else:

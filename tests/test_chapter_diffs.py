@@ -5,22 +5,19 @@ find. The .diff files obey the rules too. At the end: how large common may be, a
 may import.
 """
 
-import argparse
+import ast
 import functools
 import io
 import keyword
 import re
 import subprocess
-import sys
 import tempfile
 import tokenize
-from collections import defaultdict
 from itertools import chain, pairwise, product
 from pathlib import Path
 
 import pytest
 from helpers import CHAPTERS, ROOT, assert_clean, changed, not_shown, patch
-from runner import load_script
 
 pytestmark = pytest.mark.check
 
@@ -28,7 +25,6 @@ pytestmark = pytest.mark.check
 FIRST_LINES, ADDED_LINES, MOST_LINES = 290, 60, 450
 COMMON_MODULES, COMMON_LINES = 14, 3190
 SECTIONS = ["setup", "model", "data", "optimizer", "resume", "train"]
-WORDS = ["-1", "0", "0.5", "1", "inf", "word", ""]  # tell the types of flags apart
 
 
 @functools.cache
@@ -42,67 +38,38 @@ def hunks(old: str, new: str) -> list[tuple[list[str], list[str]]]:
         done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode in (0, 1), done.stderr
     found = []
-    for line in done.stdout.splitlines():
-        if line.startswith("@@"):
-            found.append(([], []))
-        elif found and line[0] in "-+":
-            found[-1]["-+".index(line[0])].append(line[1:])
+    for hunk in re.split(r"^@@.*\n", done.stdout, flags=re.MULTILINE)[1:]:
+        lines = hunk.splitlines()
+        found.append(tuple([line[1:] for line in lines if line[0] == sign] for sign in "-+"))
     return found
 
 
 @functools.cache
-def tokens(text: str) -> list[tokenize.TokenInfo]:
-    return list(tokenize.generate_tokens(io.StringIO(text).readline))
-
-
 def names(text: str) -> set[str]:
-    words = {token.string for token in tokens(text) if token.type == tokenize.NAME}
+    tokens = tokenize.generate_tokens(io.StringIO(text).readline)
+    words = {token.string for token in tokens if token.type == tokenize.NAME}
     return words - {*keyword.kwlist, "_"}
 
 
-def code_of_lines(text: str) -> dict[str, list[str]]:
-    """Map each line to its tokens, less its comment."""
-    code = defaultdict(list)
-    for token in tokens(text):
-        if token.type != tokenize.COMMENT and token.string.strip():
-            code[token.start[0] - 1].append(token.string)
-    lines = text.splitlines()
-    return {lines[number]: strings for number, strings in code.items()}
+def code(line: str) -> list[str]:
+    """Return the words and signs of a line, less its comment."""
+    return re.findall(r"\w+|[^\w\s]", re.sub(r"(^|\s)#.*", "", line))
 
 
 @functools.cache
 def flags(text: str) -> dict[str, dict[str, str]]:
-    """Map each flag, in the order of the parser's groups, to what argparse knows of it."""
-    parsers = []
-    parse = argparse.ArgumentParser.parse_args
-
-    def note(self, *args: object) -> argparse.Namespace:
-        parsers.append(self)
-        return parse(self, *args)
-
-    with pytest.MonkeyPatch.context() as patch, tempfile.TemporaryDirectory() as folder:
-        patch.setattr(argparse.ArgumentParser, "parse_args", note)
-        patch.setattr(sys, "argv", ["train_llm.py"])
-        path = Path(folder, "train_llm.py")
-        path.write_text(text)
-        load_script(path).get_args()
-    return {
-        (action.option_strings or [action.dest])[-1]: facts(parsers[0], action, group.title)
-        for group in parsers[0]._action_groups
-        for action in group._group_actions
-    }
-
-
-def facts(parser: argparse.ArgumentParser, action: argparse.Action, group: str) -> dict[str, str]:
-    known = {key: repr(value) for key, value in vars(action).items()}  # tells 1 from 1.0
-    del known["container"], known["type"]  # shown with their addresses
-    known |= {"kind": type(action).__name__, "group": group}
-    for word in WORDS:
-        try:
-            known[f"the value for {word!r}"] = repr(parser._get_value(action, word))
-        except argparse.ArgumentError as error:
-            known[f"the value for {word!r}"] = error.message
-    return known
+    """Map each flag, in the order of the parser's groups, to its group, names and arguments."""
+    (get_args,) = (each for each in ast.parse(text).body if getattr(each, "name", "") == "get_args")
+    found, group = {}, ""
+    for statement in get_args.body:
+        if "add_argument_group" in ast.unparse(statement):  # add = parser.add_argument_group(...
+            group = ast.unparse(statement)
+        elif isinstance(statement, ast.Expr):  # add(...)
+            words = [word.value for word in statement.value.args]  # -s, --seq-length
+            keywords = statement.value.keywords  # that of **options is None
+            arguments = {str(each.arg): ast.unparse(each.value) for each in keywords}
+            found[words[-1]] = {"group": group, "names": ", ".join(words), **arguments}
+    return found
 
 
 # --- the rules ---
@@ -117,11 +84,10 @@ def moved_lines(old: str, new: str) -> list[str]:
 
 
 def renamed_names(old: str, new: str) -> list[str]:
-    code, new_code = code_of_lines(old), code_of_lines(new)
     gone, fresh = names(old) - names(new), names(new) - names(old)
     complaints = []
     for line, new_line in chain(*(product(*hunk) for hunk in hunks(old, new))):
-        for name, new_name in replaced(code.get(line, []), new_code.get(new_line, [])):
+        for name, new_name in replaced(code(line), code(new_line)):
             if name in gone and new_name in fresh:
                 complaints.append(f"{name} is renamed to {new_name}: {new_line.strip()}")
     return complaints
@@ -149,8 +115,8 @@ def changed_flags(old: str, new: str) -> list[str]:
     complaints = [f"{flag} is gone" for flag in before if flag not in after]
     kept = [flag for flag in before if flag in after]
     for flag in kept:
-        for key in before[flag]:
-            was, now = before[flag][key], after[flag][key]
+        for key in sorted(before[flag].keys() | after[flag].keys()):
+            was, now = before[flag].get(key), after[flag].get(key)
             complaints += [f"{flag}: {key} was {was}, is {now}"] * (was != now)
     if kept != [flag for flag in after if flag in before]:
         complaints.append(f"flags in another order: {list(after)}")
@@ -170,14 +136,11 @@ ROT = {
     lines_over_budget: (r"\Z", "pass\n" * 80, "lines, of at most"),
     changed_flags: ("default=0,", "default=0.0,", "--seed: default was 0, is 0.0"),
 }
-# The diffs beside the chapters, and the complaints that are meant.
-DIFFS = {
-    "05-mixed-precision/diffs/autocast-01.diff": (),
-    "05-mixed-precision/diffs/autocast-02.diff": (),
-    "05-mixed-precision/diffs/autocast-03.diff": (),
-    "05-mixed-precision/diffs/context-parallel.diff": ("lines_over_budget",),
-    "05-mixed-precision/diffs/tensor-parallel.diff": ("lines_over_budget",),
-    "02-ddp/diffs/instruct.diff": (
+# The complaints that are meant, of diffs beside the chapters.
+MEANT = {
+    "context-parallel": ("lines_over_budget",),
+    "tensor-parallel": ("lines_over_budget",),
+    "instruct": (
         "changed_flags: --text-column: help was",
         "renamed_names: load_sequences is renamed to load_conversations",
     ),
@@ -188,12 +151,6 @@ def read(chapter: str) -> str:
     return (ROOT / chapter / "train_llm.py").read_text()
 
 
-def plant(text: str, pattern: str, replacement: str) -> str:
-    planted = re.sub(pattern, replacement, text, flags=re.MULTILINE)
-    assert planted != text, "nothing to replace"
-    return planted
-
-
 @pytest.mark.parametrize("rule", ROT, ids=lambda rule: rule.__name__)
 def test_chapters_keep_what_was_before(rule):
     """And the rule finds a planted mistake."""
@@ -201,7 +158,9 @@ def test_chapters_keep_what_was_before(rule):
         assert rule(read(old), read(new)) == [], new
     before, after = map(read, CHAPTERS[:2])
     pattern, new, complaint = ROT[rule]
-    assert complaint in "\n".join(rule(before, plant(after, pattern, new)))
+    rotten = re.sub(pattern, new, after, flags=re.MULTILINE)
+    assert rotten != after, "nothing to replace"
+    assert complaint in "\n".join(rule(before, rotten))
 
 
 def test_chapter_1_fits_its_budget():
@@ -228,32 +187,28 @@ def rows_of_flags(chapter: str) -> dict[str, str]:
 
 def test_pages_have_a_row_for_each_flag():
     """In chapter 1, with its default."""
+    rows = rows_of_flags(CHAPTERS[0])
     for flag, facts in flags(read(CHAPTERS[0])).items():
-        value = re.escape(facts["default"].strip("'"))
-        value = {"None": ".*", "False": "off"}.get(value, value)
-        if flag != "--help":
-            row = rows_of_flags(CHAPTERS[0])[flag]
-            assert re.search(rf"(?<![\w.]){value}(?![\w.])", row), flag
+        value = re.escape(facts["default"].strip("'")) if "default" in facts else ".*"
+        value = "off" if "action" in facts else value
+        assert re.search(rf"(?<![\w.]){value}(?![\w.])", rows[flag]), flag
     for before, after in pairwise(CHAPTERS):
-        new = flags(read(after)).keys() - flags(read(before)).keys()
-        assert new <= rows_of_flags(after).keys(), after
-
-
-def complaints_about(diff: Path, folder: Path) -> list[str]:
-    """Return what the rules say of the script that a diff patches in a copy in this folder."""
-    (chapter,) = re.findall(r"^--- a/(\S+)/train_llm.py", diff.read_text(), re.MULTILINE)
-    old, new = read(chapter), (patch(chapter, folder, diff=diff) / "train_llm.py").read_text()
-    assert new != old
-    return [f"{rule.__name__}: {each}" for rule in ROT for each in rule(old, new)]
+        rows = {flag.replace("--no-", "--") for flag in rows_of_flags(after)}
+        assert flags(read(after)).keys() - flags(read(before)).keys() <= rows, after
 
 
 def test_diffs_beside_the_chapters(tmp_path):
     """They keep the rules, patched scripts are clean, and a page shows all of each diff."""
-    assert {str(path.relative_to(ROOT)) for path in ROOT.glob("*/diffs/*.diff")} == set(DIFFS)
-    for name, meant in DIFFS.items():
-        diff, text = ROOT / name, (ROOT / name).read_text()
-        found = complaints_about(diff, tmp_path / diff.stem)
-        assert [each for each in found if not each.startswith(meant)] == [], name
+    diffs = sorted(ROOT.glob("*/diffs/*.diff"))
+    assert MEANT.keys() < {diff.stem for diff in diffs}
+    for diff in diffs:
+        text = diff.read_text()
+        (chapter,) = re.findall(r"^--- a/(\S+)/train_llm.py", text, re.MULTILINE)
+        script = patch(chapter, tmp_path / diff.stem, diff=diff) / "train_llm.py"
+        old, new = read(chapter), script.read_text()
+        assert new != old
+        found = [f"{rule.__name__}: {each}" for rule in ROT for each in rule(old, new)]
+        assert [each for each in found if not each.startswith(MEANT.get(diff.stem, ()))] == [], diff
         pages = [page.read_text() for page in diff.parents[1].rglob("*.md")]
         (page,) = [page for page in pages if not not_shown(page, text)]
         for line in changed(text):
@@ -269,10 +224,11 @@ def common_files() -> dict[str, str]:
     return {path.name: path.read_text() for path in (ROOT / "common").glob("*.py")}
 
 
-def test_common_is_small():
+def test_common_is_small_and_leaves_to_the_chapters_what_they_teach():
     files = common_files()
     assert sum(len(text.splitlines()) for text in files.values()) <= COMMON_LINES
     assert len(files) - 1 <= COMMON_MODULES, "without __init__.py"
+    assert not re.search(r"DistributedDataParallel\(|fully_shard\(", "".join(files.values()))
 
 
 def test_imports_in_common_point_downwards():
@@ -285,9 +241,3 @@ def test_imports_in_common_point_downwards():
         for names in re.findall(r"^ *from common import (.+)", files[file], re.MULTILINE):
             imported += names.split(", ")
         assert {f"{name}.py" for name in imported} <= {*order[:row]}, file
-
-
-def test_common_leaves_to_the_chapters_what_they_teach():
-    for path, text in common_files().items():
-        for word in ("DistributedDataParallel(", "fully_shard("):
-            assert word not in text, path

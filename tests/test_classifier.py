@@ -3,30 +3,17 @@
 import argparse
 import csv
 import json
-import logging
-import os
 import random
 import re
 import shutil
 import sysconfig
 from collections import Counter
-from contextlib import ExitStack
 from pathlib import Path
-from unittest import mock
 
 import pytest
-import torch.distributed as dist
 from datasets import ClassLabel, Dataset, Features, Value
-from helpers import (
-    ROOT,
-    first_then_nightly,
-    read_metrics,
-    register,
-    replace_in,
-    run_script,
-)
-from runner import ask_ranks, load_script, place_of
-from torch.distributed import TCPStore
+from helpers import ROOT, first_then_nightly, read_metrics, register, replace_in, run_script
+from runner import Ranks
 from transformers import pipeline
 
 from common.cli import RunError
@@ -42,137 +29,88 @@ ARGS = ["-s", 32, "-b", 2, "--global-batch-size", 7, "--log-freq", 1, "--lr", 5e
 LOSS = "losses.sum() * world_size / n_terms"
 
 
-def write_splits(folder: Path, sizes: dict[str, int], wrong: str = "") -> Path:
+def write_splits(folder: Path, wrong: str = "") -> Path:
     """Write a CSV for each split: texts of 1 to 40 words, some the class's own; `wrong` names a
     split whose labels are those of the next class."""
     folder.mkdir()
     letters = random.Random(0)
-    for split, size in sizes.items():
+    for split, size in SIZES.items():
         with (folder / f"{split}.csv").open("w", newline="") as file:
             writer = csv.writer(file)
             writer.writerow(["text", "label"])
             for number in range(size):
                 label = number % 3
-                words = [
+                words = (
                     f"{CLASSES[label]} w{letters.randrange(9)}" for _ in range(1 + number % 20)
-                ]
+                )
                 name = CLASSES[(label + 1) % 3] if split == wrong else CLASSES[label]
                 writer.writerow([" ".join(words), name])
     return folder
 
 
-# --- what is planted ---
+# --- runs, and what is planted in them ---
 
 
-def pad_left(rows: list[list[int]], width: int, value: int):
-    right = real_pad([row[::-1] for row in rows], width, value)
-    return right.flip(1)
+def pad_left() -> None:
+    pad = batches._pad
+    batches._pad = lambda rows, *others: pad([row[::-1] for row in rows], *others).flip(1)
 
 
-def pad_batches(lengths: list[int], batch_size: int, num_replicas: int, rank: int):
-    """As DistributedSampler does: ranks with fewer get some that another has as well."""
-    order = list(range(len(lengths)))
-    order += order[: -len(order) % num_replicas]
-    return [[index] for index in order[rank::num_replicas]]
-
-
-def own_part(part: dict) -> dict:
-    return part
-
-
-def another_text(*args: object):
-    """As another Python's standard library would have it, on another node."""
-    classes, splits = load_examples(*args)
-    if os.environ["RANK"] == "1":
-        splits["train"].texts[3] += " w1"
-    return classes, splits
-
-
-real_pad = batches._pad
-# Each bug: (right, wrong) in the script's text, or {name in the script: what to replace it by}.
+# Each bug: (right, wrong) in the script's text, or a function to call first.
 MEAN = ((LOSS, "losses.sum() / (batch['index'] >= 0).sum().clamp(min=1) / micro_batches"),)
 LAST = (("eval_loss < best_loss", "True"),)
+OWN_PART = (("gather({rank: torch.cat(parts).cpu()})", "{rank: torch.cat(parts).cpu()}"),)
+# As another Python's standard library would have it, on another node.
+ENCODE = "    label_tokens = encode("
+ANOTHER_TEXT = ((ENCODE, f"    splits['train'].texts[3] += ' w1' * rank\n{ENCODE}"),)
 # In the second epoch, on the last rank only.
 NAN = "math.nan if epoch == 1 and rank == world_size - 1 else 1"
 NAN_LOSS = (("losses.detach().sum()", f"losses.detach().sum() * ({NAN})"),)
-for bug in (MEAN, LAST, NAN_LOSS):
+for bug in (MEAN, LAST, OWN_PART, ANOTHER_TEXT, NAN_LOSS):
     register("02-ddp/train_classifier.py", bug)
 
-
-def rank_main(rank: int, world_size: int, runs: dict, folder: str, queue) -> None:
-    """Run the script for each of `runs` (port, arguments, bug); put None or the error of each."""
-    os.chdir(ROOT)
-    answers = {}
-    for name, (port, args, bug) in runs.items():
-        place = place_of(rank, world_size) | {"MASTER_PORT": port}
-        os.environ |= {key: str(value) for key, value in place.items()}
-        argv = [SCRIPT.name, *args, "--save-dir", folder, "-e", f"{name}-{world_size}"]
-        path = Path(shutil.copy(SCRIPT, f"{folder}/{name}-{world_size}-{rank}.py"))
-        for pair in bug if isinstance(bug, tuple) else ():
-            replace_in(path, *pair)
-        with ExitStack() as stack:
-            stack.enter_context(mock.patch("sys.argv", [str(arg) for arg in argv]))
-            script = load_script(path)
-            for attribute, replacement in bug.items() if isinstance(bug, dict) else ():
-                owner = batches if attribute == "_pad" else script
-                stack.enter_context(mock.patch.object(owner, attribute, replacement))
-            try:
-                script.main()
-                answers[name] = None
-            except Exception as error:
-                answers[name] = f"{type(error).__name__}: {error}"
-            if dist.is_initialized():
-                dist.destroy_process_group()
-        logging.getLogger().handlers.clear()
-    queue.put((rank, answers))
-    queue.close()
-    queue.join_thread()
-    os._exit(0)
+LINEAR = (*ARGS, "-d", "data", "--num-epochs", 2)
+SHORT = (*LINEAR, "--num-epochs", 1)
+CONTRARY = (*LINEAR, "-d", "contrary", "--num-epochs", 3, "--lr", 3e-3)
+RUNS = {
+    "linear": (LINEAR, ()),
+    "none": ((*LINEAR, "--num-epochs", 3, "--head", "none", "--lr", 3e-3), ()),
+    "dynamic": ((*SHORT, "--padding", "dynamic"), ()),
+    "fixed": ((*SHORT, "--padding", "fixed"), ()),
+    "left": ((*SHORT, "--padding", "dynamic"), pad_left),
+    "contrary": (CONTRARY, ()),
+    "last": (CONTRARY, LAST),
+    "another_text": (SHORT, ANOTHER_TEXT),
+    "mean": (SHORT, MEAN),
+    "own_part": (SHORT, OWN_PART),
+    "nan_loss": (LINEAR, NAN_LOSS),
+}
 
 
 class Runs:
-    """The runs of all tests. "linear" has a start of its own, and all others of as many ranks."""
+    """The runs of all tests, each done when it is asked for."""
 
     def __init__(self, folder: Path) -> None:
         self.folder, self.errors = folder, {}
-        data = write_splits(folder / "data", SIZES)
-        contrary = write_splits(folder / "contrary", SIZES, wrong="validation")
-        linear = [*ARGS, "-d", data, "--num-epochs", 2]
-        none = [*ARGS, "-d", data, "--num-epochs", 3, "--head", "none", "--lr", 3e-3]
-        same = {"linear": (linear, ()), "none": (none, ())}
-        short = [*linear, "--num-epochs", 1]
-        dynamic = [*short, "--padding", "dynamic"]
-        contrary = [*linear, "-d", contrary, "--num-epochs", 3, "--lr", 3e-3]
-        alone = same | {
-            "dynamic": (dynamic, ()),
-            "fixed": ([*short, "--padding", "fixed"], ()),
-            "left": (dynamic, {"_pad": pad_left}),
-            "contrary": (contrary, ()),
-            "last": (contrary, LAST),
-        }
-        two = same | {
-            "another_text": (short, {"load_examples": another_text}),
-            "mean": (short, MEAN),
-            "padded": (short, {"batches_of_rank": pad_batches}),
-            "own": (short, {"gather": own_part}),
-            "nan_loss": (linear, NAN_LOSS),
-        }
-        self.runs = {1: alone, 2: two, 3: {"linear": (linear, ())}}
+        write_splits(folder / "data")
+        write_splits(folder / "contrary", wrong="validation")
 
     def error(self, name: str, world_size: int = 1) -> str | None:
-        """Return what ended a run, after it has been done if it was not done yet."""
-        if (name, world_size) not in self.errors:
-            runs = self.runs[world_size]
-            names = ["linear"] if name == "linear" else [each for each in runs if each != "linear"]
-            stores = [
-                TCPStore("localhost", 0, is_master=True, wait_for_workers=False) for _ in names
-            ]
-            started = {
-                each: (store.port, *runs[each]) for each, store in zip(names, stores, strict=True)
-            }
-            answers = ask_ranks(world_size, rank_main, world_size, started, str(self.folder))
-            self.errors |= {(each, world_size): error for each, error in answers[0].items()}
-        return self.errors[name, world_size]
+        """Return the last line of rank 0 if the run failed."""
+        run = f"{name}-{world_size}"
+        if run not in self.errors:
+            args, bug = RUNS[name]
+            script = Path(shutil.copy(SCRIPT, self.folder / f"{run}.py"))
+            for pair in () if callable(bug) else bug:
+                replace_in(script, *pair)
+            words = [self.folder / word if word in ("data", "contrary") else word for word in args]
+            words += ["--save-dir", self.folder, "-e", run]
+            stderr = [str(self.folder / f"{run}-{rank}.stderr") for rank in range(world_size)]
+            options = {"plant": bug} if callable(bug) else {}
+            ranks = Ranks(world_size, words, script=str(script), stderr_file=stderr, **options)
+            failed = any(ranks.finish())
+            self.errors[run] = Path(stderr[0]).read_text().splitlines()[-1] if failed else None
+        return self.errors[run]
 
     def metrics(self, name: str, world_size: int = 1) -> list[dict]:
         assert self.error(name, world_size) is None
@@ -213,9 +151,10 @@ def test_the_same_training_and_report_on_every_number_of_ranks(runs, head, world
     assert sum(map(sum, first["confusion_matrix"])) == SIZES["test"]
 
 
-def test_planted_another_example_on_a_rank(runs):
+def test_planted_another_example_on_a_rank_and_a_ranks_own_report(runs):
+    assert runs.error("own_part", 2) == "AssertionError: an example is missing or repeated"
     what = r"train examples with checksum \w{16}"
-    sentence = rf"RunError: Rank 1 on \S+ has {what}, rank 0 on \S+ has \w{{16}}: use the .*\."
+    sentence = rf"Rank 1 on \S+ has {what}, rank 0 on \S+ has \w{{16}}: use the .*\."
     assert re.fullmatch(sentence, runs.error("another_text", 2))
 
 
@@ -224,7 +163,7 @@ def test_a_run_that_diverges_stops_and_keeps_the_best_model(runs):
     """Rank 0 stops in the same step if only rank 1 has a loss that is not finite."""
     folder = runs.folder / "nan_loss-2"
     assert runs.error("nan_loss", 2) == (
-        "RunError: The training has diverged: at step 9 the loss is nan; the best model so far, of "
+        "The training has diverged: at step 9 the loss is nan; the best model so far, of "
         f"epoch 1, is kept in {folder}/best. Start a new run with a smaller --lr or more "
         "--warmup-steps."
     )
@@ -235,11 +174,6 @@ def test_planted_a_mean_of_each_ranks_batch(runs):
     losses, wrong = runs.losses("linear")[:8], runs.losses("mean", 2)
     assert wrong[0] == pytest.approx(losses[0], rel=1e-5), "before the first update"
     assert wrong[3:] != pytest.approx(losses[3:], rel=1e-3)
-
-
-def test_planted_duplicates_and_a_ranks_own_report(runs):
-    for name in ("padded", "own"):
-        assert runs.error(name, 2) == "AssertionError: an example is missing or repeated"
 
 
 @pytest.mark.nightly
@@ -282,7 +216,7 @@ def test_transformers_pipeline_says_what_the_report_says(runs):
 
 @pytest.mark.gpu
 def test_first_losses_on_a_gpu_agree_with_the_cpu(tmp_path):
-    data = write_splits(tmp_path / "data", SIZES)
+    data = write_splits(tmp_path / "data")
     found = {}
     for device, visible in (("gpu", "0"), ("cpu", "")):
         args = (*ARGS, "-d", data, "--max-steps", 6)

@@ -1,5 +1,6 @@
-"""What collect_corpus.py takes from a package, without downloading one."""
+"""What collect_corpus.py takes from a package, and what the page about the model says."""
 
+import json
 from pathlib import Path
 
 import pytest
@@ -47,3 +48,24 @@ def test_what_all_pages_share_is_dropped_and_paragraphs_stay():
     ]
     assert collect_corpus.drop_menus(pages) == [f"First {n}.\n\nSecond {n}.\n" for n in range(20)]
     assert collect_corpus.drop_menus(pages[:5])[0].startswith("Home\n  Menu\n\nFirst 0.\n")
+
+
+@pytest.mark.check
+def test_sentences_about_the_model_quote_its_metrics():
+    """Its tables and its figure are compared by test_pages.py and test_figures.py."""
+    lines = (ROOT / "tests/benchmarks/results/model_metrics.jsonl").read_text().splitlines()
+    metrics = [json.loads(line) for line in lines]
+    evaluated = [line for line in metrics if "eval_loss" in line]
+    first, last = evaluated[0], evaluated[-1]
+    result = json.loads((ROOT / "tests/benchmarks/results/model.json").read_text())["results"]
+    page = (ROOT / "05-mixed-precision/topics/a_model.md").read_text().replace("\n", " ")
+    for sentence in (
+        f"# A model in {result['ends_s'] / 60:.0f} minutes ",
+        f"fall from {first['bits_per_byte']:.3f} after ",
+        f" to {last['bits_per_byte']:.3f} after ",
+        f"ends at {last['eval_loss']:.2f}, far above the training loss of {last['loss']:.2f}.",
+        f"saved step {result['stopped_and_resumed']['stopped_after_step']:,}.",
+        f" the uninterrupted run {evaluated[5]['bits_per_byte']:.3f}.",
+    ):
+        assert sentence in page, sentence
+    assert evaluated[5]["step"] == 1500 and last["step"] == metrics[-1]["step"]

@@ -3,25 +3,29 @@
 import json
 import math
 import os
+import re
 import shutil
-import sys
-import types
 from collections import Counter
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-import torch.distributed as dist
-from helpers import ROOT, first_then_nightly, random_texts, read_metrics
-from runner import ask_ranks, finish, load_script, place_of, start
+from helpers import (
+    ROOT,
+    first_then_nightly,
+    random_texts,
+    read_metrics,
+    register,
+    replace_in,
+    speak_at_once,
+)
+from runner import Ranks, finish, load_script, start
 from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.models import WordLevel
-from torch.distributed import TCPStore
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from common import launch, models
-from common.cli import RunError
 from common.documents import find_documents, read_documents
 
 from trained_model import load_trained
@@ -147,68 +151,46 @@ def test_windows():
 # --- ranks ---
 
 
-def mean_of_means(script) -> None:
-    """Plant: each rank's mean counts the same, however many tokens it has."""
-
-    def all_reduce(total: torch.Tensor) -> None:
-        total[0] /= total[1]
-        total[1] = 1
-        dist.all_reduce(total)
-
-    script.dist = types.SimpleNamespace(**{**vars(dist), "all_reduce": all_reduce})
-
-
-def another_checkpoint(script) -> None:
-    """The run has gone on when the last rank reads it."""
-    load = script.load_trained
-
-    def load_another(*args: object):
-        trained = load(*args)
-        late = int(os.environ["RANK"]) == int(os.environ["WORLD_SIZE"]) - 1
-        return trained._replace(origin="step 9 of it") if late else trained
-
-    script.load_trained = load_another
-
-
-def evaluate_ranks(rank: int, jobs: list[tuple], world_size: int, queue) -> None:
-    """Evaluate several times, each with a store of its own; answer with what ends the last one."""
-    os.chdir(ROOT)
-    for port, args, plant in jobs:
-        os.environ |= {k: str(v) for k, v in place_of(rank, world_size).items()}
-        os.environ["MASTER_PORT"] = str(port)
-        script = load_script(SCRIPT)
-        if plant:
-            plant(script)
-        sys.argv = ["evaluate.py", *map(str, args)]
-        try:
-            script.main()
-        except RunError as error:
-            queue.put((rank, str(error)))
+# Each rank's mean counts the same, however many tokens it has.
+SUM = "dist.all_reduce(total)"
+MEAN_OF_MEANS = (SUM, f"total = total / total[1]\n        {SUM}")
+# The run has gone on when the last rank reads it.
+ANOTHER_CHECKPOINT = ('"model": trained.origin,', '"model": f"step {8 + rank} of it",')
+for bug in (MEAN_OF_MEANS, ANOTHER_CHECKPOINT):
+    register("01-single-gpu/evaluate.py", [bug])
 
 
 @pytest.mark.parametrize("world_size", first_then_nightly([2, 3]))
 def test_ranks_give_the_same_number(world_size, evaluate, saved, tmp_path):
-    """And are refused if the last one reads another checkpoint."""
+    """And are refused if one reads another checkpoint."""
     expected, _ = evaluate("run", "--stride", 20)
-    stores, jobs, outputs = [], [], []
-    for plant in (None, mean_of_means, another_checkpoint):
-        stores.append(TCPStore("localhost", 0, is_master=True, wait_for_workers=False))
-        outputs.append(tmp_path / f"{len(outputs)}.json")
-        args = (saved / "run", "--stride", 20, "--output", outputs[-1])
-        jobs.append((stores[-1].port, args, plant))
-    said = ask_ranks(world_size, evaluate_ranks, jobs, world_size)
-    found, means = (json.loads(output.read_text()) for output in outputs[:2])
+
+    def answer_of_ranks(*bug: str) -> dict | str:
+        """Return the facts, or what rank 0 says last if all refuse."""
+        script = Path(shutil.copy(SCRIPT, tmp_path))
+        if bug:
+            replace_in(script, *bug)
+        output, stderr = tmp_path / "found.json", tmp_path / "stderr"
+        output.unlink(missing_ok=True)
+        args = (saved / "run", "--stride", 20, "--output", output)
+        files = [str(stderr), *[os.devnull] * (world_size - 1)]
+        options = {"script": str(script), "stderr_file": files, "plant": speak_at_once}
+        statuses = Ranks(world_size, args, **options).finish()
+        if output.exists():
+            assert not any(statuses)
+            return json.loads(output.read_text())
+        assert statuses == [2] * world_size
+        return stderr.read_text().splitlines()[-1]
+
+    found = answer_of_ranks()
     for key in ("loss", "perplexity", "bits_per_byte"):
         assert found[key] == pytest.approx(expected[key], rel=1e-6)
     for key in ("tokens", "scored_tokens", "bytes"):
         assert found[key] == expected[key]
     assert found["ranks"] == world_size
-    assert means["loss"] != pytest.approx(expected["loss"], rel=1e-6)
-    for sentence in said:
-        assert sentence.startswith(f"Rank {world_size - 1} on ")
-        assert " has model step 9 of it, rank 0 on " in sentence
-        assert sentence.endswith("): give --step, and the same data on all nodes."), said
-    assert not outputs[2].exists()
+    assert answer_of_ranks(*MEAN_OF_MEANS)["loss"] != pytest.approx(expected["loss"], rel=1e-6)
+    sentence = r"Rank 1 on \S+ has model step 9 of it, rank 0 on \S+ has step 8 of it: give --step,"
+    assert re.match(sentence, answer_of_ranks(*ANOTHER_CHECKPOINT))
 
 
 # --- other texts and models ---
@@ -250,13 +232,10 @@ def test_a_folder_that_knows_nothing(evaluate, saved):
 
 @pytest.mark.nightly
 def test_bad_input(refuse, saved, tmp_path):
-    (tmp_path / "short.txt").write_text("A few words.")
     (tmp_path / "chats.jsonl").write_text('{"messages": [{"role": "user", "content": "a"}]}\n' * 9)
     for args, sentence in (
         (("--stride", 33), "--stride 33 would leave out tokens: give at most 32."),
         (("-s", 129), "The model has 128 positions: --seq-length 129"),
-        (("-m", "llama-tiny"), "has another model than llama-tiny: give -m and --tokenizer-name."),
-        (("-d", tmp_path / "short.txt"), "shorter than one sequence of 32 tokens"),
         (("-d", tmp_path / "chats.jsonl"), "has no text column 'text': no column is text."),
     ):
         assert sentence in refuse(SCRIPT, saved / "run", *args)

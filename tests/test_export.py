@@ -1,11 +1,8 @@
 """A run becomes a folder that transformers loads, with the run's own numbers, and trains on."""
 
-import json
 import os
-import resource
 import shutil
 import signal
-import sys
 from pathlib import Path
 
 import pytest
@@ -13,13 +10,13 @@ import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from helpers import ROOT, first_then_nightly, read_metrics, save_run
-from runner import finish, load_script, server_context, start
+from runner import finish, server_context, start
 from safetensors.torch import load_file
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from common import checkpoint, models
+from common import models
 
 SCRIPT = ROOT / "04-fsdp/export.py"
 SMALL = ["-s", 32, "--global-batch-size", 6, "--max-steps", 4, "--ckpt-freq", 2, "--log-freq", 1]
@@ -118,15 +115,10 @@ def test_tokenizer_and_settings_come_back(runs, export, tmp_path):
     folder = tmp_path / "model"
     export(runs / "gpt2", folder)
     before, after = models.load_tokenizer("gpt2-tiny"), AutoTokenizer.from_pretrained(folder)
-    for text in ("def f(x):\n\treturn 'x'\n", "Stra\u00dfe, \u65e5\u672c <|endoftext|> a  b"):
-        ids = after(text)["input_ids"]
-        assert ids == before(text)["input_ids"] and after.decode(ids) == text
+    text = "\tStra\u00dfe, \u65e5\u672c <|endoftext|> a  b\n"
+    ids = after(text)["input_ids"]
+    assert ids == before(text)["input_ids"] and after.decode(ids) == text
     assert after.eos_token_id == before.eos_token_id == 0
-    # A run that begins from the folder is of the same model, to the last setting.
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(models.load_config(str(folder)))
-    training = json.loads((runs / "gpt2/state.json").read_text())["training"]
-    assert checkpoint.describe_model(model) == training["model"]
     model = AutoModelForCausalLM.from_pretrained(folder)
     assert model.generation_config.eos_token_id == 0
     assert model.config.use_cache and model.generation_config.use_cache
@@ -166,13 +158,11 @@ def test_bad_input(runs, refuse, tmp_path):
     thesis.write_text("the only copy")
     for args, sentence in (
         ((runs,), "no run's folder with a complete checkpoint"),
-        ((run, "-m", "llama-tiny"), "another model than llama-tiny: give -m"),
-        ((run, "--step", 3), "no checkpoint of step 3: give one of 2, 4"),
         ((run, "--tokenizer-name", runs), "has no usable tokenizer"),
     ):
         assert sentence in refuse(SCRIPT, args[0], tmp_path / "model", *args[1:])
     assert f"{tmp_path} already exists" in refuse(SCRIPT, run, tmp_path)
-    assert "File exists" in refuse(SCRIPT, run, thesis / "model")
+    assert "could not be written (File exists)" in refuse(SCRIPT, run, thesis / "model")
 
 
 @pytest.mark.nightly
@@ -190,32 +180,15 @@ def test_damaged_runs(runs, export, refuse, tmp_path):
     assert "state.json is damaged" in refuse(SCRIPT, run, target)
 
 
-@pytest.mark.nightly
-def test_full_disk(runs, refuse, tmp_path):
-    before = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (500_000, before[1]))
-    try:
-        sentence = refuse(SCRIPT, runs / "gpt2", tmp_path / "model")
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, before)
-    assert "could not be written" in sentence and "File too large" in sentence
-
-
-def killed_export(run: Path, target: Path) -> None:
-    def kill(*_: object) -> None:
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    script = load_script(SCRIPT)
-    script.Path.replace = kill  # all is written, but not yet under its name
-    sys.argv = ["export.py", str(run), str(target)]
-    script.main()
+def kill_at_rename() -> None:
+    """All is written, but not yet under its name."""
+    Path.replace = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
 
 
 @pytest.mark.nightly
 def test_a_kill_leaves_nothing_under_the_name(runs, export, tmp_path):
     target = tmp_path / "model"
-    process = server_context().Process(target=killed_export, args=(runs / "gpt2", target))
-    process.start()
+    process = start([runs / "gpt2", target], script=str(SCRIPT), plant=kill_at_rename)
     assert finish(process) == -signal.SIGKILL
     assert not target.exists() and len(list(tmp_path.glob(".model-*/model/*.safetensors"))) == 1
     export(runs / "gpt2", target)

@@ -23,7 +23,6 @@ SMALLEST = 13  # pixels, when the figure is 720 wide
 # The figure of the front page has no script, but numbers that change.
 FRONT = ROOT / "01-single-gpu/figures/chapters.svg"
 FILES = sorted([FRONT, *ROOT.glob("[0-9]*/figures/*.svg")])
-REMAKE = "run .venv/bin/python tests/benchmarks/figures.py"
 
 
 def complaints(content: str) -> list[str]:
@@ -49,40 +48,32 @@ def complaints(content: str) -> list[str]:
 
 
 @pytest.mark.check
-def test_figures_with_measurements_are_up_to_date(tmp_path):
-    """Planted: a file that is missing, and one that differs."""
+def test_figures_with_measurements_are_up_to_date():
     drawn = figures.draw_all()
-    assert figures.stale(drawn) == [], REMAKE
-    kept, changed, missing, *_ = drawn
-    some = {path: drawn[path] for path in (kept, changed, missing)}
-    for path in (kept, changed):
-        (tmp_path / path).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / path).write_text(drawn[path], encoding="utf-8")
-    assert figures.stale(some, tmp_path) == [missing]
-    text = drawn[changed].replace("<title>", "<title>Not ")
-    (tmp_path / changed).write_text(text, encoding="utf-8")
-    assert figures.stale(some, tmp_path) == [changed, missing]
+    assert figures.stale(drawn) == [], "run .venv/bin/python tests/benchmarks/figures.py"
+    changed, missing = next(iter(drawn)), Path("missing.svg")
+    drawn |= {changed: drawn[changed].replace("<title>", "<title>Not "), missing: ""}
+    assert figures.stale(drawn) == [changed, missing], "planted"
 
 
 def texts(path: Path) -> list[str]:
-    root = ElementTree.parse(path).getroot()
-    return [element.text for element in root.iter(f"{SVG}text")]
+    return [element.text for element in ElementTree.parse(path).iter(f"{SVG}text")]
 
 
 @pytest.mark.check
 def test_the_front_figure_has_the_lines_and_speeds_of_the_chapters():
     scripts = [report.script(chapter) for chapter in CHAPTERS]
     lines = [f"{len(scripts[0].read_text().splitlines())} lines"]
-    for added, removed in (report.diffstat(*pair) for pair in pairwise(scripts)):
-        lines.append(f"+{added} \N{MINUS SIGN}{removed} lines")
+    stats = (report.diffstat(*pair) for pair in pairwise(scripts))
+    lines += [f"+{added} \N{MINUS SIGN}{removed} lines" for added, removed in stats]
     assert [each for each in texts(FRONT) if each.endswith(" lines")] == lines
-    files = {"ddp_gpu": ("01-single-gpu on 1", "02-ddp on 8"), "nodes_gpu": ("02-ddp on 4",)}
-    files |= {"fsdp_options": ("selective",), "fsdp_precision_4": ("bf16, compiled",)}
-    found = {name: charts.rows_of(name) for name in files}
-    one, eight, two, sharded, mixed = (
-        found[name][label]["tokens_per_s"] for name, labels in files.items() for label in labels
-    )
-    three = found["nodes_gpu"]["03-multi-node on 4"]["tokens_per_s"]
+
+    def speed(name: str, label: str) -> float:
+        return charts.rows_of(name)[label]["tokens_per_s"]
+
+    one, eight = speed("ddp_gpu", "01-single-gpu on 1"), speed("ddp_gpu", "02-ddp on 8")
+    two, three = speed("nodes_gpu", "02-ddp on 4"), speed("nodes_gpu", "03-multi-node on 4")
+    sharded, mixed = speed("fsdp_options", "selective"), speed("fsdp_precision_4", "bf16, compiled")
     assert [each for each in texts(FRONT) if "tokens/s" in each] == [
         f"{one:,.0f} tokens/s (GPT-2)",
         f"\N{MULTIPLICATION SIGN} {eight / one:.1f} tokens/s on 8 GPUs (GPT-2)",
@@ -126,11 +117,10 @@ def test_figures_show_the_peak_memory_that_is_predicted():
 
 @pytest.mark.check
 def test_each_figure_is_on_a_page():
-    pages = {page: page.read_text() for page in report.pages()}
     shown = {
         (page.parent / link).resolve()
-        for page, text in pages.items()
-        for link in re.findall(r"\]\(([^)\s]+\.svg)\)", text)
+        for page in report.pages()
+        for link in re.findall(r"\]\(([^)\s]+\.svg)\)", page.read_text())
     }
     assert len(FILES) > 15 and set(FILES) <= shown
 

@@ -1,10 +1,8 @@
 """Chapter 5's scripts on number formats: against exact arithmetic and PyTorch."""
 
-import contextlib
 import itertools
 import math
 import shlex
-from collections.abc import Iterator
 
 import pytest
 import torch
@@ -99,28 +97,22 @@ def with_grad_scaler(steps: int, **options: float) -> tuple[list[dict], torch.Te
     return rows, weight.detach()
 
 
-@contextlib.contextmanager
-def spikes() -> Iterator[None]:
-    """Make every fifth loss 2^8 times as large: overflows come between two growths of the scale."""
-    right, calls = torch.nn.functional.mse_loss, itertools.count(1)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            torch.nn.functional,
-            "mse_loss",
-            lambda *tensors: right(*tensors) * (256 if next(calls) % 5 == 0 else 1),
-        )
-        yield
-
-
 @pytest.mark.check
-def test_loss_scaling_by_hand():
-    """Compare with GradScaler: every scale, loss and verdict, and the last weights, bit by bit."""
+def test_loss_scaling_by_hand(monkeypatch):
+    """Compare with GradScaler: every scale, loss and verdict, and the last weights, bit by bit.
+
+    Every fifth loss is 2^8 times as large: overflows come between two growths of the scale.
+    """
     script = load_script(EXPERIMENTS / "loss_scaling.py")
+    mse_loss, calls = torch.nn.functional.mse_loss, itertools.count(1)
+
+    def spike(*tensors: torch.Tensor) -> torch.Tensor:
+        return mse_loss(*tensors) * (256 if next(calls) % 5 == 0 else 1)
+
+    monkeypatch.setattr(torch.nn.functional, "mse_loss", spike)
     for options in (script.TOO_HIGH, {"init_scale": 2.0**16, "growth_interval": 3}):
-        with spikes():
-            rows, weight = script.by_hand(40, **options)
-        with spikes():
-            expected, expected_weight = with_grad_scaler(40, **options)
+        rows, weight = script.by_hand(40, **options)
+        expected, expected_weight = with_grad_scaler(40, **options)
         found = [{key: row[key] for key in ("loss", "scale", "inf")} for row in rows]
         assert found == expected
         assert torch.equal(weight, expected_weight)

@@ -5,9 +5,10 @@ import functools
 import importlib
 import json
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from itertools import combinations
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -18,7 +19,6 @@ from helpers import (
     assert_chapter_1,
     assert_noticed,
     first_then_nightly,
-    plant,
     planted,
     register,
     selected_runs,
@@ -28,12 +28,13 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM, BertConfig
 
-from common import models, sharding
+from common import sharding
 from common.cli import RunError
-from common.launch import SINGLE_PROCESS
 
 CHAPTER = "04-fsdp"
+LLAMA = ("-m", "llama-narrow")
 SELECTIVE, FULL = FSDP_OPTIONS["selective"], FSDP_OPTIONS["full"]
+NIGHTLY = pytest.mark.nightly
 # Together these cover every pair of options that can be given together.
 TOGETHER = [
     ("whole", "selective", "offload", "reduce", "async", "compile"),
@@ -53,16 +54,13 @@ def runs_with_options() -> Iterator[object]:
     """Each option alone and together, on 2 ranks. `make ci` runs those that cover every pair."""
     alone = [(name,) for name in ("offload", "whole", "selective", "full", "reduce", *ALONE)]
     for names in [*TOGETHER, *alone]:
-        compiles = "compile" in names
-        tier = [pytest.mark.ci if names in TOGETHER else pytest.mark.nightly]
-        yield pytest.param(
-            Run(CHAPTER, 2, options(*names), note=without_kernels if compiles else None),
-            marks=[] if names == alone[0] else tier,
-            id="+".join(names),
-        )
-        if compiles:  # --compile does the same to both models
-            llama = Run(CHAPTER, 2, ("-m", "llama-narrow", *options(*names[:-1])))
-            yield pytest.param(llama, marks=pytest.mark.nightly, id="+".join(["llama", *names]))
+        tier = [pytest.mark.ci if names in TOGETHER else NIGHTLY]
+        note = without_kernels if "compile" in names else None
+        run = Run(CHAPTER, 2, options(*names), note=note)
+        yield pytest.param(run, marks=[] if names == alone[0] else tier, id="+".join(names))
+    for names in TOGETHER[:2]:  # --compile does the same to both models
+        llama = Run(CHAPTER, 2, (*LLAMA, *options(*names[:-1])))
+        yield pytest.param(llama, marks=NIGHTLY, id="+".join(["llama", *names]))
 
 
 @pytest.mark.check
@@ -73,24 +71,9 @@ def test_every_pair_of_options_is_in_a_run():
 
 
 @pytest.mark.check
-@pytest.mark.parametrize(
-    ("preset", "layer"), [("gpt2-tiny", "GPT2Block"), ("llama-tiny", "LlamaDecoderLayer")]
-)
-def test_find_layers_knows_the_layers_by_no_split_modules(preset, layer):
-    """If transformers drops this private attribute, find_layers can take model.get_decoder()'s
-    longest nn.ModuleList."""
-    config = models.load_config(preset)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    layers = sharding.find_layers(model)
-    assert [type(each).__name__ for each in layers] == [layer] * config.num_hidden_layers
-    model._no_split_modules = None  # planted
-    with pytest.raises(RunError, match=r"^transformers does not say what the layers of \w+ are"):
-        sharding.find_layers(model)
-
-
-@pytest.mark.check
 def test_layers_are_in_a_list_and_share_no_weights():
+    """If transformers drops the private attribute _no_split_modules, find_layers can take the
+    longest nn.ModuleList of model.get_decoder()."""
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(BertConfig(num_hidden_layers=2, is_decoder=True))
     assert "BertEmbeddings" in model._no_split_modules
@@ -98,6 +81,9 @@ def test_layers_are_in_a_list_and_share_no_weights():
     assert type(first).__name__ == type(second).__name__ == "BertLayer"
     first.output.dense.weight = second.output.dense.weight  # as Zamba2 shares them
     with pytest.raises(RunError, match="Layers of bert share weights"):
+        sharding.find_layers(model)
+    model._no_split_modules = None  # planted
+    with pytest.raises(RunError, match=r"^transformers does not say what the layers of bert are"):
         sharding.find_layers(model)
 
 
@@ -119,33 +105,22 @@ LOCAL_CLIP = (
 )
 SYNC = "model.set_requires_gradient_sync(last_backward or args.reduce_every_backward)"
 BUFFERS = "    for name, buffer in list(model.named_buffers()):\n"
+ZERO = "    [p.data.to_local().zero_() for p in model.parameters() if rank]\n"
 # By name: the first check that must be red, what is replaced in the script, further arguments.
 BUGS = {
     "a block's gradients never averaged": (
         "loss",
         [(SYNC, f"{SYNC}\n            layers[0].set_requires_gradient_sync(False)")],
     ),
-    "gradients added up over the ranks": (
-        "loss|grad_norm",
-        [("loss.backward()  # adds", "(world_size * loss).backward()  # adds")],
-    ),
     "each rank clips by its own norm": (
         "loss",
         [("clip_grad_norm(model, args.max_grad_norm)", LOCAL_CLIP)],
     ),
-    "weights not sent": (
-        "loss",
-        [
-            (
-                BUFFERS,
-                "    [p.data.to_local().zero_() for p in model.parameters() if rank]\n" + BUFFERS,
-            )
-        ],
-    ),
+    "weights not sent": ("loss", [(BUFFERS, ZERO + BUFFERS)]),
     "buffers not broadcast": (  # what the memory holds then may be no number, and the run stops
         "loss|run",
         [("        dist.broadcast(buffer, src=0)\n", "")],
-        *("-m", "llama-narrow"),
+        *LLAMA,
     ),
 }
 
@@ -179,23 +154,23 @@ def note_calls(path: str) -> Iterator[None]:
     of gradients in the step.
     """
     counts: Counter = Counter()
-    facts: dict[str, object] = {}
+    facts: dict[str, object] = {"built": 0}
     group = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_param_group")
-    original = {name: getattr(group, name) for name in ("foreach_all_gather", "foreach_reduce")}
     build = AutoModelForCausalLM.from_config
 
-    def counted(name: str) -> Callable:
+    def counted(name: str) -> contextlib.AbstractContextManager:
+        original = getattr(group, name)
+
         def function(*args: object, **kwargs: object) -> object:
             counts[name] += 1
-            return original[name](*args, **kwargs)
+            return original(*args, **kwargs)
 
-        return function
+        return mock.patch.object(group, name, function)
 
     def build_and_count(*args: object, **kwargs: object) -> torch.nn.Module:
         model = build(*args, **kwargs)
         facts["whole"] = sum(p.numel() for p in model.parameters())
-        built = sum(p.numel() for p in model.parameters() if not p.is_meta)
-        facts["built"] = facts.get("built", 0) + built
+        facts["built"] += sum(p.numel() for p in model.parameters() if not p.is_meta)
         return model
 
     def write(optimizer: torch.optim.Optimizer, *_: object) -> None:
@@ -207,16 +182,15 @@ def note_calls(path: str) -> Iterator[None]:
             file.write(json.dumps({**counts, **facts}) + "\n")
         counts.clear()
 
-    for name in original:
-        setattr(group, name, counted(name))
-    AutoModelForCausalLM.from_config = build_and_count
     handle = register_optimizer_step_post_hook(write)
-    with CountOperators(counts):
+    with (
+        CountOperators(counts),
+        counted("foreach_all_gather"),
+        counted("foreach_reduce"),
+        mock.patch.object(AutoModelForCausalLM, "from_config", build_and_count),
+    ):
         yield
     handle.remove()
-    AutoModelForCausalLM.from_config = build
-    for name, function in original.items():
-        setattr(group, name, function)
 
 
 def noted(*args: object, world_size: int = 2, replaced=()) -> Run:
@@ -233,58 +207,56 @@ def calls(ladder: Ladder, run: Run, rank: int = 1) -> dict:
     return json.loads(Path(ladder.notes(run)[rank]).read_text().splitlines()[-1])
 
 
-def named(cases: list[tuple], *quick: str) -> list[object]:
-    """Return the parameters of cases that begin with their names; all but some are for `ci`."""
-    tiers = {name: [] if name in quick else [pytest.mark.ci] for name, *_ in cases}
-    return [pytest.param(*values, marks=tiers[name], id=name) for name, *values in cases]
+def counted(name: str, expected: object, *args: object, tier=pytest.mark.ci) -> object:
+    return pytest.param(expected, noted(*args), marks=tier, id=name)
 
 
-REDUCTIONS = [
-    ("at once", 3, noted("-b", 24)),
-    ("accumulated", 3, noted("-b", 4)),
-    ("in every backward pass", 9, noted("-b", 4, "--reduce-every-backward")),
-]
-
-
-@pytest.mark.parametrize(("count", "run"), named(REDUCTIONS, "accumulated"))
+@pytest.mark.parametrize(
+    ("count", "run"),
+    [
+        counted("at once", 3, "-b", 24),
+        counted("accumulated", 3, "-b", 4, tier=()),
+        counted("in every backward pass", 9, "-b", 4, "--reduce-every-backward"),
+    ],
+)
 def test_gradients_are_reduced_once_per_step(ladder, count, run):
     """Of two blocks and the rest, in the last of three backward passes or in each of them."""
     assert calls(ladder, run)["foreach_reduce"] == count
 
 
-GATHERS = [
-    ("twice", 5, noted("-b", 24)),
-    ("once", 3, noted("-b", 24, *FSDP_OPTIONS["whole"])),
-]
-
-
-@pytest.mark.parametrize(("count", "run"), named(GATHERS, "twice"))
+@pytest.mark.parametrize(
+    ("count", "run"),
+    [
+        counted("twice", 5, "-b", 24, tier=()),
+        counted("once", 3, "-b", 24, *FSDP_OPTIONS["whole"]),
+    ],
+)
 def test_blocks_are_gathered_twice_per_step_or_once(ladder, count, run):
     """Each of two blocks; the rest stays between the forward and the backward pass either way."""
     assert calls(ladder, run)["foreach_all_gather"] == count
 
 
 ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
-LLAMA = ("-m", "llama-narrow")
+LLAMA_OPERATORS = {"mm": 45, "silu": 4, ATTENTION: 2}
+
+
 # Of two blocks: the last product of a block is of use to nobody who computes it once more.
-RECOMPUTED = [
-    ("none", {"addmm": 8, "gelu": 2, ATTENTION: 2}, noted("-b", 24)),
-    ("full", {"addmm": 14, "gelu": 4, ATTENTION: 4}, noted("-b", 24, *FULL)),
-    ("selective", {"addmm": 8, "gelu": 4, ATTENTION: 2}, noted("-b", 24, *SELECTIVE)),
-    ("llama: selective", {"mm": 45, "silu": 4, ATTENTION: 2}, noted("-b", 24, *LLAMA, *SELECTIVE)),
-]
-
-
-@pytest.mark.parametrize(("counts", "run"), named(RECOMPUTED, "selective"))
+@pytest.mark.parametrize(
+    ("counts", "run"),
+    [
+        counted("none", {"addmm": 8, "gelu": 2, ATTENTION: 2}, "-b", 24),
+        counted("full", {"addmm": 14, "gelu": 4, ATTENTION: 4}, "-b", 24, *FULL),
+        counted("selective", {"addmm": 8, "gelu": 4, ATTENTION: 2}, "-b", 24, *SELECTIVE, tier=()),
+        counted("llama: selective", LLAMA_OPERATORS, "-b", 24, *LLAMA, *SELECTIVE),
+    ],
+)
 def test_activations_are_recomputed(ladder, counts, run):
     """Products (8 forward), activations and attention of a step."""
     found = calls(ladder, run)
     assert {name: found[name] for name in counts} == counts
 
 
-EVERYBODY = [
-    ("    if rank > 0:\n        model = None", "    if rank > world_size:\n        model = None")
-]
+EVERYBODY = [("if rank > 0:\n        model = None", "if rank > world_size:\n        model = None")]
 REPLICATED = [
     ('(world_size,), mesh_dim_names=("s', '(world_size, 1), mesh_dim_names=("replicate", "s')
 ]
@@ -309,13 +281,13 @@ def test_each_rank_holds_its_part(ladder, run):
     assert_sharded(ladder, run)
 
 
-WHOLE = [
-    ("built by all", "the ranks", noted("-b", 24, replaced=EVERYBODY)),
-    ("replicated", "the parts", noted("-b", 24, replaced=REPLICATED)),
-]
+WHOLE = {
+    "the ranks": noted("-b", 24, replaced=EVERYBODY),
+    "the parts": noted("-b", 24, replaced=REPLICATED),
+}
 
 
-@pytest.mark.parametrize(("red", "run"), named(WHOLE))
+@pytest.mark.parametrize(("red", "run"), WHOLE.items(), ids=WHOLE)
 def test_planted_rank_that_holds_more_is_noticed(ladder, red, run):
     with pytest.raises(AssertionError, match=f"^{red}"):
         assert_sharded(ladder, run)
@@ -324,44 +296,39 @@ def test_planted_rank_that_holds_more_is_noticed(ladder, red, run):
 # --- what --compile compiles ---
 
 # Compiled with the hooks that gather its weights, a block that recomputes is left as it was.
-WITH_HOOKS = (
-    "            layer.forward = torch.compile(layer.forward)",
-    "            layer.compile()",
+NOT_COMPILED = (
+    ("layer.forward = torch.compile(layer.forward)", "layer.compile()"),
+    ("model.loss_function = torch.compile(model.loss_function)", "pass"),
 )
-EAGER_LOSS = ("        model.loss_function = torch.compile(model.loss_function)", "        pass")
-NOT_COMPILED = [WITH_HOOKS, EAGER_LOSS]
 register(CHAPTER, NOT_COMPILED)
 
 
-@pytest.fixture
-def count_graphs(train, monkeypatch) -> Callable[[str, str], int]:
-    """Return a function that runs one step, and returns how many graphs it was compiled to.
-
-    Sequences alike are one graph in training and one in evaluation, and so is the loss.
-    """
-    for name, value in SINGLE_PROCESS.items():
-        monkeypatch.setenv(name, value)
-    # Graphs are counted; to make kernels of them takes a minute.
-    monkeypatch.setattr(torch, "compile", functools.partial(torch.compile, backend="eager"))
-
-    def count(chapter: str, mode: str) -> int:
-        torch._dynamo.reset()
-        torch._dynamo.utils.counters.clear()
-        args = ("--max-steps", 1, "-s", 32, "--global-batch-size", 2, "--eval-freq", 9)
-        args += ("--compile", "--activation-checkpointing", mode)
-        # To its last batch, which is one sequence short before it is padded.
-        train(*args, "--eval-sequences", 9, chapter=chapter, whole=True)
-        return torch._dynamo.utils.counters["stats"]["unique_graphs"]
-
-    return count
+@contextlib.contextmanager
+def note_graphs(path: str) -> Iterator[None]:
+    """Note how many graphs were compiled; to make kernels of them takes a minute."""
+    torch._dynamo.utils.counters.clear()
+    without = functools.partial(torch.compile, backend="eager")
+    with mock.patch.object(torch, "compile", without):
+        yield
+    Path(path).write_text(str(torch._dynamo.utils.counters["stats"]["unique_graphs"]))
 
 
-@pytest.mark.ci
-@pytest.mark.parametrize("mode", first_then_nightly(["full", "selective", "none"]))
-def test_blocks_and_the_loss_are_compiled(count_graphs, mode):
-    assert count_graphs(CHAPTER, mode) == 4
+def compiled(mode: str, replaced: tuple = ()) -> Run:
+    # The last batch of the evaluation has one sequence before it is padded.
+    few = ("--max-steps", 1, "-b", 4, "--eval-sequences", 9)
+    args = (*few, "--compile", "--activation-checkpointing", mode)
+    return Run(CHAPTER, 2, args, replaced, note_graphs)
 
 
-def test_planted_what_is_not_compiled_is_noticed(count_graphs, tmp_path):
-    chapter = plant(CHAPTER, tmp_path / "chapter", NOT_COMPILED)
-    assert count_graphs(str(chapter), "full") == 0
+@pytest.mark.parametrize(
+    ("count", "run"),
+    [
+        pytest.param(4, compiled("full"), marks=pytest.mark.ci, id="full"),
+        pytest.param(4, compiled("none"), marks=NIGHTLY, id="none"),
+        pytest.param(0, compiled("full", NOT_COMPILED), marks=NIGHTLY, id="planted"),
+    ],
+)
+def test_blocks_and_the_loss_are_compiled(ladder, count, run):
+    """Sequences alike are one graph in training and one in evaluation, and so is the loss."""
+    ladder.run(run)
+    assert int(Path(ladder.notes(run)[1]).read_text()) == count

@@ -215,14 +215,6 @@ def test_compressed_gradients_do_without_the_gpus():
     assert "PowerSGD, rank 16" in done.stdout
 
 
-@pytest.mark.gpu
-def test_more_processes_than_gpus_end_in_a_sentence(tmp_path):
-    processes = torch.cuda.device_count() + 1
-    done = run_script(*TORCHRUN, processes, "02-ddp/train_llm.py", "--save-dir", tmp_path)
-    assert done.returncode == 1
-    assert done.stderr.count(f"{processes} processes on this machine need {processes} GPUs") >= 1
-
-
 @pytest.mark.multi_gpu
 def test_resumes_on_gpus_from_the_cpu_s_checkpoint_and_back(tmp_path):
     """The moments of ZeRO-1 too: saved on GPUs, loaded by one process without."""
@@ -234,9 +226,10 @@ def test_resumes_on_gpus_from_the_cpu_s_checkpoint_and_back(tmp_path):
     assert column(moved, "loss") == pytest.approx(column(straight, "loss"), rel=1e-3)
 
 
-def start_launch_file(tmp_path, name: str, **env: object) -> subprocess.Popen:
+def start_launch_file(tmp_path, name: str, *args: str, **env: object) -> subprocess.Popen:
     """Start chapter 3's launch file; its processes have 20 steps to do."""
-    command = ["bash", "03-multi-node/launch_torchrun.sh", "--save-dir", tmp_path, "-e", name, *FEW]
+    command = ["bash", "03-multi-node/launch_torchrun.sh", "--save-dir", tmp_path, "-e", name]
+    command += [*FEW, *args]
     return subprocess.Popen(
         [str(word) for word in command],
         cwd=ROOT,
@@ -275,10 +268,11 @@ def test_two_launchers_of_half_the_gpus_are_one_of_all(tmp_path):
 
 @pytest.mark.multi_gpu
 def test_a_signal_to_one_rank_stops_all_gpus(tmp_path):
-    ends_well(start_launch_file(tmp_path, "straight", NPROC_PER_NODE=2))
-    process = start_launch_file(tmp_path, "stopped", NPROC_PER_NODE=2)
+    """Also after Triton has compiled: it replaces the process's signal handlers."""
+    options = {"NPROC_PER_NODE": 2, "TORCHINDUCTOR_CACHE_DIR": tmp_path / "inductor"}
+    process = start_launch_file(tmp_path, "stopped", "--compile", **options)
     metrics = tmp_path / "stopped/metrics.jsonl"
-    deadline = time.monotonic() + 100
+    deadline = time.monotonic() + 200
     while not metrics.exists() or len(metrics.read_text().splitlines()) < 3:
         assert time.monotonic() < deadline and process.poll() is None
         time.sleep(0.01)
@@ -286,7 +280,8 @@ def test_a_signal_to_one_rank_stops_all_gpus(tmp_path):
     assert "Told to stop; saved after step" in ends_well(process)
     assert (tmp_path / "stopped/requeue").exists()
     assert len(read_metrics(tmp_path / "stopped")) < 20
-    ends_well(start_launch_file(tmp_path, "stopped", NPROC_PER_NODE=2))
+    ends_well(start_launch_file(tmp_path, "stopped", "--compile", **options))
+    ends_well(start_launch_file(tmp_path, "straight", "--compile", **options))
     straight, stopped = (read_metrics(tmp_path / name) for name in ("straight", "stopped"))
     assert column(stopped, "step") == list(range(1, 21))
     assert column(stopped, "loss") == pytest.approx(column(straight, "loss"), rel=1e-5)
@@ -323,13 +318,7 @@ register("05-mixed-precision", OVERFLOW)
 def test_an_overflow_on_one_gpu_makes_all_skip(tmp_path, args):
     """Rank 1's gradients overflow in step 5: the weights stay, all halve the scale and go on."""
     script = plant("05-mixed-precision", tmp_path / "chapter", OVERFLOW) / "train_llm.py"
-    words = (
-        ROOT / "05-mixed-precision/experiments/log_changed.py",
-        script,
-        "--precision",
-        "fp16",
-        *args,
-    )
+    words = ("05-mixed-precision/experiments/log_changed.py", script, "--precision", "fp16", *args)
     metrics = train_in_shell(tmp_path, "overflow", *TORCHRUN, 2, *words)
     scales = [line["loss_scale"] for line in metrics]
     assert scales[4] == scales[3] / 2 and set(scales[4:]) == {scales[4]}
@@ -464,9 +453,10 @@ def peak_of_attention(attention: str | None) -> int:
     attention = attention or causal_attention(config)
     model = AutoModelForCausalLM.from_config(config, attn_implementation=attention).cuda().model
     ids = torch.randint(config.vocab_size, (1, POSITIONS), device="cuda")
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    model(input_ids=ids).last_hidden_state.sum().backward()  # without logits, which are as large
+    for _ in range(2):  # the first time, libraries allocate their own memory, too
+        torch.cuda.reset_peak_memory_stats()
+        before = torch.cuda.memory_allocated()
+        model(input_ids=ids).last_hidden_state.sum().backward()  # no logits, which are as large
     return torch.cuda.max_memory_allocated() - before
 
 

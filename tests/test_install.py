@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 from cluster import give_up
-from helpers import ENVIRONMENT, ROOT, read_metrics
+from helpers import ENVIRONMENT, ROOT, copy_repository, read_metrics
 
 pytestmark = pytest.mark.nightly
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
@@ -19,12 +19,8 @@ PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
 @pytest.fixture
 def clone(tmp_path) -> Path:
     """Return a copy of the repository, without what was installed or trained in it."""
-    listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard"]
-    names = subprocess.check_output(listed, cwd=ROOT, text=True).splitlines()
-    for name in names:
-        if (ROOT / name).exists():
-            (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copy(ROOT / name, tmp_path / name)
+    copy_repository(tmp_path)
+    shutil.rmtree(tmp_path / ".venv", ignore_errors=True)
     return tmp_path
 
 

@@ -5,17 +5,12 @@ micro-batches; the tuned model answers, also after an export, through the chat t
 """
 
 import argparse
-import contextlib
 import csv
-import dataclasses
-import functools
 import json
 import random
 import shutil
-from collections.abc import Iterable, Iterator
 from itertools import pairwise
 from pathlib import Path
-from unittest import mock
 
 import pytest
 import torch
@@ -29,7 +24,7 @@ from helpers import (
     run_script,
     write_narrow,
 )
-from runner import RunsByRanks
+from runner import Ranks, load_script
 from transformers import AutoModelForCausalLM
 
 from common import models
@@ -41,7 +36,7 @@ from conversations import Conversations, as_messages, encode, load_conversations
 
 CHAPTER = "02-ddp"
 DIFF = ROOT / CHAPTER / "diffs/instruct.diff"
-STEPS, LEARNT_STEPS = 20, 60
+STEPS = 20
 CAPITALS = {"France": "Paris", "Japan": "Tokyo", "Peru": "Lima", "Kenya": "Nairobi"}
 
 
@@ -61,28 +56,12 @@ def questions(count: int) -> list[tuple[str, str]]:
 # --- the training ---
 
 
-def label_all_tokens(messages: list, tokenizer: object) -> tuple[list[int], list[int]]:
-    input_ids, _ = encode(messages, tokenizer)
-    return input_ids, [IGNORED, *input_ids[1:]]
+def label_all_tokens() -> None:
+    def encode_all(messages: list, tokenizer: object) -> tuple[list[int], list[int]]:
+        input_ids, _ = encode(messages, tokenizer)
+        return input_ids, [IGNORED, *input_ids[1:]]
 
-
-@contextlib.contextmanager
-def prepared(plant: dict[str, object]) -> Iterator[None]:
-    """Run with names of conversations.py replaced."""
-    with contextlib.ExitStack() as stack:
-        for name, value in plant.items():
-            stack.enter_context(mock.patch.object(conversations, name, value))
-        yield
-
-
-@dataclasses.dataclass(frozen=True)
-class Run:
-    """A training. replaced: (right, wrong) texts in the script. plant: in conversations.py."""
-
-    world_size: int
-    args: tuple[object, ...]
-    replaced: tuple[tuple[str, str], ...] = ()
-    plant: dict[str, object] = dataclasses.field(default_factory=dict)
+    conversations.encode = encode_all
 
 
 LOSS = "ddp_model(**batch, num_items_in_batch=answer_tokens).loss * world_size"
@@ -91,43 +70,47 @@ COUNTED = "            dist.all_reduce(answer_tokens)\n"
 OF_RANK = ((COUNTED, "            answer_tokens = answer_tokens * world_size\n"),)
 for bug in (OF_MICRO_BATCH, OF_RANK):
     register("02-ddp/diffs/instruct.diff", bug)
+LEARNT = ("-d", "capitals.csv", "--text-column", "country,capital", "-m", "gpt2-tiny")
+# By name, which begins with the number of ranks: the arguments, and the bug: (right, wrong) texts
+# in the script, or a function to call first.
 RUNS = {
-    "1-b6": Run(1, ("-b", 6)),
-    "1-mask": Run(1, ("-b", 6), plant={"encode": label_all_tokens}),
-    "1-learnt": Run(
-        1,
-        ("-d", "capitals.csv", "--text-column", "country,capital", "-m", "gpt2-tiny"),
-    ),
-    "2-b1": Run(2, ("-b", 1)),
-    "2-of-rank": Run(2, ("-b", 3), OF_RANK),
-    "2-of-micro-batch": Run(2, ("-b", 3), OF_MICRO_BATCH),
-    "3-b1": Run(3, ("-b", 1)),
+    "1-b6": (("-b", 6), ()),
+    "1-mask": (("-b", 6), label_all_tokens),
+    "1-learnt": ((*LEARNT, "--max-steps", 60), ()),
+    "2-b1": (("-b", 1), ()),
+    "2-of-rank": (("-b", 3), OF_RANK),
+    "2-of-micro-batch": (("-b", 3), OF_MICRO_BATCH),
+    "3-b1": (("-b", 1), ()),
 }
-PAIRS = (("1-b6", "2-b1"), ("1-b6", "3-b1"))
 
 
-class Runs(RunsByRanks):
-    def __init__(self, folder: Path, names: Iterable[str]) -> None:
-        super().__init__(folder, {name: RUNS[name] for name in names})
+class Runs:
+    """The runs of all tests, each done when it is asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
         write_narrow(folder / "gpt2", "gpt2-tiny")
         write_table(folder / "qa.csv", questions(900))
         write_table(folder / "capitals.csv", 50 * [*CAPITALS.items()], ("country", "capital"))
 
-    def flags(self, name: str) -> list[object]:
-        steps = LEARNT_STEPS if name == "1-learnt" else STEPS
-        args = ["-m", "gpt2", "-d", "qa.csv", *RUNS[name].args]
-        local = [self.folder / arg if (self.folder / str(arg)).exists() else arg for arg in args]
-        return [
-            *("--tokenizer-name", "gpt2-tiny", "-s", 48, "--global-batch-size", 6, "--lr", 1e-2),
-            *("--max-steps", steps, "--log-freq", 1, "--eval-freq", STEPS, "--warmup-steps", 5),
-            *("--ckpt-freq", STEPS, "--save-dir", self.folder, "-e", name, *local),
-        ]
-
-    def options(self, name: str) -> dict[str, object]:
-        run = RUNS[name]
-        chapter = str(patch(CHAPTER, self.folder / f"{name}-script", run.replaced, DIFF))
-        within = functools.partial(prepared, run.plant)
-        return {"args": self.flags(name), "chapter": chapter, "within": within}
+    def __getitem__(self, name: str) -> Path:
+        """Return the folder of a run."""
+        args, bug = RUNS[name]
+        if not (self.folder / name).exists():
+            texts, plant = ((), bug) if callable(bug) else (bug, None)
+            script = patch(CHAPTER, self.folder / f"{name}-script", texts, DIFF)
+            local = ("gpt2", "qa.csv", "capitals.csv")
+            args = ["-m", "gpt2", "-d", "qa.csv", *args]
+            flags = [
+                *("--tokenizer-name", "gpt2-tiny", "-s", 48, "--global-batch-size", 6),
+                *("--max-steps", STEPS, "--log-freq", 1, "--eval-freq", STEPS),
+                *("--ckpt-freq", STEPS, "--warmup-steps", 5, "--lr", 1e-2),
+                *("--save-dir", self.folder, "-e", name),
+                *(self.folder / arg if arg in local else arg for arg in args),
+            ]
+            ranks = Ranks(int(name[0]), flags, chapter=str(script), plant=plant)
+            assert not any(ranks.finish())
+        return self.folder / name
 
     def numbers(self, name: str) -> list[float]:
         """Return all losses and norms of a run, and the last evaluation."""
@@ -137,11 +120,8 @@ class Runs(RunsByRanks):
 
 
 @pytest.fixture(scope="module")
-def runs(request, make_folder) -> Runs:
-    """All runs, or those of the one pair that is compared outside of the nightly tier."""
-    chosen = [item for item in request.session.items if item.path == request.path]
-    nightly = any(item.get_closest_marker("nightly") for item in chosen)
-    return Runs(make_folder("runs"), RUNS if nightly else PAIRS[0])
+def runs(make_folder) -> Runs:
+    return Runs(make_folder("runs"))
 
 
 def assert_same(expected: list[float], found: list[float], rel: float = 1e-5) -> None:
@@ -149,14 +129,14 @@ def assert_same(expected: list[float], found: list[float], rel: float = 1e-5) ->
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize(("name", "other"), first_then_nightly(PAIRS))
-def test_the_same_losses_for_all_ranks_and_micro_batches(runs, name, other):
-    losses = [line["loss"] for line in read_metrics(runs[name])]
+@pytest.mark.parametrize("other", first_then_nightly(["2-b1", "3-b1"]))
+def test_the_same_losses_for_all_ranks_and_micro_batches(runs, other):
+    losses = [line["loss"] for line in read_metrics(runs["1-b6"])]
     assert len(losses) == STEPS and losses[-1] < losses[0] / 1.5, "it learns, so weights matter"
     found = [line["loss"] for line in read_metrics(runs[other])]
     assert_same(losses, found)
     # A norm in a steep part of the training is less exact than a loss.
-    assert_same(runs.numbers(name), runs.numbers(other), rel=1e-3)
+    assert_same(runs.numbers("1-b6"), runs.numbers(other), rel=1e-3)
 
 
 @pytest.mark.parametrize("bug", ["2-of-micro-batch", "2-of-rank", "1-mask"])
@@ -197,29 +177,44 @@ TALK = [
 ]
 
 
-def answers_of(messages: list, tokenizer: object, encoder=encode) -> str:
-    input_ids, labels = encoder(messages, tokenizer)
-    assert len(input_ids) == len(labels)
-    labelled = [(i, label) for i, label in zip(input_ids, labels, strict=True) if label != IGNORED]
-    assert all(i == label for i, label in labelled)
-    return tokenizer.decode([i for i, _ in labelled])
-
-
 @pytest.mark.check
 def test_only_answers_and_their_ends_have_labels(tokenizer):
-    """Planted: labels for all tokens."""
-    assert answers_of(TALK, tokenizer) == "It is 2.<|endoftext|>4<|endoftext|>"
-    assert "What is" in answers_of(TALK, tokenizer, label_all_tokens)
+    input_ids, labels = encode(TALK, tokenizer)
+    labelled = [(i, label) for i, label in zip(input_ids, labels, strict=True) if label != IGNORED]
+    assert all(i == label for i, label in labelled)
+    answers = tokenizer.decode([i for i, _ in labelled])
+    assert answers == "It is 2.<|endoftext|>4<|endoftext|>"
 
 
 @pytest.mark.check
-def test_prompt_has_the_tokens_with_which_generation_starts(tokenizer):
-    messages = as_messages("What is it?", "    an answer that begins with spaces")
+def test_the_name_of_a_special_token_in_a_message_is_text(tokenizer):
+    """Those of the chat template are control tokens, which end an answer."""
+    end = tokenizer.eos_token
+    messages = as_messages(f"What is {end}{end}?", f"{end} ends\na text: {end}")
     input_ids, labels = encode(messages, tokenizer)
-    prompt = tokenizer.apply_chat_template(messages[:1], tokenize=False, add_generation_prompt=True)
-    tokens = tokenizer(prompt, add_special_tokens=False)["input_ids"]
-    assert prompt == "user:\nWhat is it?\nassistant:\n"
-    assert input_ids[: labels.count(IGNORED)] == tokens
+    assert tokenizer.decode(input_ids) == (
+        f"user:\nWhat is {end}{end}?\nassistant:\n{end} ends\na text: {end}{end}"
+    )
+    assert [token == tokenizer.eos_token_id for token in input_ids].index(True) == len(labels) - 1
+    answer = [label for label in labels if label != IGNORED]
+    assert tokenizer.decode(answer) == f"{end} ends\na text: {end}{end}"
+    plain = as_messages("What is it?", "It is\nthis.")
+    rendered = tokenizer.apply_chat_template(plain, tokenize=False)
+    assert encode(plain, tokenizer)[0] == tokenizer.encode(rendered)
+
+
+@pytest.mark.check
+def test_the_name_of_a_special_token_in_a_prompt_is_text(tokenizer):
+    """The tokens of a chat's prompt are those of the training, up to the answer."""
+    end = tokenizer.eos_token
+    generate = load_script(ROOT / "01-single-gpu/generate.py")
+    prompt = f"What is {end}{end}?"
+    messages = as_messages(prompt, "    an answer that begins with spaces")
+    input_ids, labels = encode(messages, tokenizer)
+    expected = input_ids[: labels.count(IGNORED)]
+    assert generate.encode_prompt(prompt, tokenizer, chat=True) == expected
+    assert tokenizer.eos_token_id not in expected
+    assert generate.encode_prompt(end, tokenizer, chat=False) == [tokenizer.eos_token_id]
 
 
 @pytest.mark.check

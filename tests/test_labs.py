@@ -9,12 +9,8 @@ from common.lab import ranks
 
 
 @pytest.mark.check
-def test_each_chapter_has_one():
-    assert [path.parent.name for path in labs.labs()] == CHAPTERS
-
-
-@pytest.mark.check
 def test_labs_are_stored_as_they_ran_from_top_to_bottom():
+    assert [path.parent.name for path in labs.labs()] == CHAPTERS
     for path in labs.labs():
         notebook = nbformat.read(path, as_version=4)
         nbformat.validate(notebook)
@@ -22,15 +18,12 @@ def test_labs_are_stored_as_they_ran_from_top_to_bottom():
         in_order = [cell.execution_count for cell in cells] == list(range(1, len(cells) + 1))
         of_this_source = notebook.metadata["source"] == labs.digest_of_source(notebook)
         assert in_order and of_this_source, f"run it: python tests/labs.py {name_of(path)}"
-        kinds = {output.output_type for cell in cells for output in cell.outputs}
-        assert "error" not in kinds
+        outputs = [output for cell in cells for output in cell.outputs]
+        assert not any(o.output_type == "error" or o.get("name") == "stderr" for o in outputs)
         shown = "".join(text for cell in cells for text in labs.texts_of(cell))
         assert str(ROOT) not in shown and "/tmp" not in shown, "a path of one machine"
-        assert not any(o.get("name") == "stderr" for cell in cells for o in cell.outputs)
         assert any(map(labs.figures_of, cells)), "a lab has at least one figure"
         assert path.stat().st_size < 600_000
-        cells[0].source += "\n# changed"
-        assert notebook.metadata["source"] != labs.digest_of_source(notebook), "planted"
 
 
 @pytest.mark.nightly
@@ -57,19 +50,14 @@ def printed(text: str, *tags: str, corpus: str = "one") -> nbformat.NotebookNode
 
 @pytest.mark.check
 def test_what_is_compared():
-    for before, after, noticed in (
-        ("loss 8.566", "loss  8.567", set()),
-        ("loss 8.566", "loss 8.568", {"numbers"}),
-        ("loss 8.566", "loss nan", {"numbers", "varies", "other corpus"}),
-        ("12 of 1,000 steps", "12 of 1,001 steps", {"numbers"}),
-        ("differs by 9.9e-05", "differs by 1.0e-04", set()),
-        ("differs by 9.8e-05", "differs by 1.0e-04", {"numbers"}),
-        ("differs by 0.0", "differs by 0.0625", {"numbers"}),
-        ("equal: True", "equal: False", {"numbers", "varies", "other corpus"}),
+    for text, same, other in (
+        ("loss 8.566", "loss  8.567", "loss 8.568"),
+        ("12 of 1,000 steps", "12 of 1000 steps", "12 of 1,001 steps"),
+        ("differs by 9.9e-05", "differs by 1.0e-04", "differs by 1.1e-04"),
+        ("differs by 0.0", "differs by 0.0", "differs by 0.0625"),
     ):
-        faults = {
-            "numbers": labs.compare(printed(before), printed(after)),
-            "varies": labs.compare(printed(before, "varies"), printed(after)),
-            "other corpus": labs.compare(printed(before), printed(after, corpus="another")),
-        }
-        assert {name for name, found in faults.items() if found} == noticed, after
+        assert not labs.compare(printed(text), printed(same))
+        assert labs.compare(printed(text), printed(other))
+        for stored in (printed(text, "varies"), printed(text, corpus="another")):
+            assert not labs.compare(stored, printed(other))
+            assert labs.compare(stored, printed("nan"))

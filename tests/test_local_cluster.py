@@ -1,22 +1,19 @@
-"""The local Slurm cluster: jobs, lost nodes and preemption on it, and that it leaves nothing."""
+"""The local Slurm cluster leaves nothing behind and takes nothing that something else uses.
 
+The jobs of test_multi_node.py show that it requeues, preempts and loses nodes.
+"""
+
+import contextlib
+import re
+import shlex
+import shutil
 import subprocess
 from pathlib import Path
 
+import psutil
 import pytest
 from cluster import Cluster, need_cluster
-
-
-@pytest.mark.ci
-def test_nodes_have_names_addresses_and_ssh(cluster):
-    """The jobs of test_multi_node.py show that the cluster requeues, preempts and loses nodes."""
-    seen = cluster.shell("srun", "-N2", "bash", "-c", "echo $(hostname) $(hostname -I)").split("\n")
-    assert sorted(seen) == [f"node{k} {cluster.network}.{k}" for k in (1, 2)]
-    ssh = ("ssh", "-F", str(cluster.ssh_config))
-    onward = cluster.run("node1", *ssh, "node2", "hostname; sinfo -h")
-    assert onward.split("\n")[0] == "node2"
-    assert "node[1-2]" in onward, "SLURM_CONF is not set in an ssh session"
-
+from helpers import EVALUATED_LITTLE, ROOT, commands, environment, read_metrics, replace_in
 
 # --- what is left, on a machine of its own: its /run, its network and its processes start empty ---
 
@@ -32,26 +29,22 @@ class Machine(Cluster):
         pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE}
         self.holder = subprocess.Popen([*unshare, "bash", "-c", command], **pipes)
         assert self.holder.stdout.readline() == b"ready\n"
-        proc = f"/proc/{self.holder.pid}"
-        self.root = Path(proc, "root")
-        pids = f"--pid={proc}/ns/pid_for_children"
-        enter = ("nsenter", "--target", self.holder.pid, "--mount", "--net", pids)
+        pids = Path(f"/proc/{self.holder.pid}/ns/pid_for_children")
+        self.namespace = pids.readlink()
+        enter = ("nsenter", "--target", self.holder.pid, "--mount", "--net", f"--pid={pids}")
         super().__init__("lab", "10.77.0", enter)
         self.folder = Path("/run/local-cluster")
         self.env = {k: v for k, v in self.env.items() if not k.startswith("LOCAL_CLUSTER_")}
         self.env["SLURM_CONF"] = str(self.folder / "slurm.conf")
 
     def processes(self) -> dict[int, tuple[int, str]]:
-        """Return parent and command of each process but this machine's own and those that ask."""
-        ask = (
-            """for p in /proc/[0-9]*; do echo "${p#/proc/} $(sed 's/.*) . //; s/ .*//' $p/stat)"""
-            """ $(tr '\\0' ' ' <$p/cmdline)"; done"""
-        )
+        """Return parent and command of each process but this machine's own."""
         found = {}
-        for line in self.shell("bash", "-c", f"({ask}) 2>/dev/null").splitlines():
-            pid, parent, command = f"{line}  ".split(" ", 2)  # some end meanwhile
-            if int(pid) > 1 and ask not in command and command.strip():  # not zombies
-                found[int(pid)] = int(parent), command.strip()
+        for process in psutil.process_iter():
+            with contextlib.suppress(OSError, psutil.Error):  # it ends, or has ended
+                here = Path(f"/proc/{process.pid}/ns/pid").readlink() == self.namespace
+                if here and process.ppid() != self.holder.pid:
+                    found[process.pid] = process.ppid(), " ".join(process.cmdline())
         return found
 
     def footprint(self) -> dict[str, list]:
@@ -61,9 +54,7 @@ class Machine(Cluster):
             "files": sorted(self.shell("find", "/run", "/etc/slurm", "/etc/munge").split("\n")),
             "links": self.shell("ip", "-br", "link").split("\n"),
             # Those of other clusters come and go meanwhile.
-            "mounts": self.shell("grep", "-v", "^nsfs /run/netns/[^l]", "/proc/self/mounts").split(
-                "\n"
-            ),
+            "mounts": self.shell("grep", "-v", "^nsfs /run/netns/[^l]", "/proc/mounts").split("\n"),
             # By number: sshd gives itself another name. A daemon's children come and go.
             "processes": sorted(pid for pid, (parent, _) in found.items() if parent not in found),
         }
@@ -80,7 +71,7 @@ def machine():
 @pytest.mark.ci
 def test_down_leaves_nothing_behind_of_running_jobs_either(machine):
     before = machine.footprint()
-    machine.up(3)
+    assert machine.script("up", 3).returncode == 0
     # One process of the job has left its session, as a daemon does.
     wrap = "srun bash -c 'setsid sleep 500 & sleep 500'"
     machine.sbatch("-N3", "-o", "/dev/null", "--wrap", wrap)
@@ -94,6 +85,55 @@ def test_down_leaves_nothing_behind_of_running_jobs_either(machine):
     assert (result.returncode, result.stdout) == (0, "The cluster is down.\n")
     result = machine.script("down")
     assert (result.returncode, result.stdout) == (0, "No cluster was up.\n")
+
+
+@pytest.mark.nightly
+def test_commands_of_the_slurm_page(machine, tmp_path):
+    """All that a reader types on a cluster of their own, in that order, in one shell.
+
+    Jobs are short and slow here, and before each command the run comes a step further; what would
+    not end by itself is ended.
+    """
+    copy = tmp_path / "copy"
+    shutil.copytree(ROOT / "03-multi-node", copy / "03-multi-node")
+    replace_in(copy / "03-multi-node/train_llm.py", *EVALUATED_LITTLE)
+    for name in ("common", ".venv"):
+        if (ROOT / name).exists():
+            (copy / name).symlink_to(ROOT / name)
+    run = copy / "outputs/my-run"
+    wait_until_idle = 'until [[ -z "$(squeue -h)" ]]; do sleep 0.2; done'
+    lines = ["set -euo pipefail", f"cd {copy}"]
+    for needs, command in commands((ROOT / "03-multi-node/topics/slurm.md").read_text()):
+        if "local_cluster" not in needs or command.startswith("apt-get"):
+            continue  # of what it installs, the fixture has looked
+        if command.startswith("tail"):
+            # The log comes with the job's first step.
+            lines += [f"until [[ -s {run}/metrics.jsonl ]]; do sleep 0.2; done"]
+            command = f"timeout 1 {command} || [[ $? == 124 ]]"
+        elif "job.sbatch" in command:
+            lines += [wait_until_idle]
+            # Nothing happens to the second run.
+            n_steps = 10 if "one-or-two" in command else 60
+            command += f" --max-steps {n_steps} --log-freq 1"
+        elif re.match("scancel|sbatch|ip .* down", command):
+            lines += [f"STEP=$(wc -l <{run}/metrics.jsonl)"]
+            lines += [f"until (($(wc -l <{run}/metrics.jsonl) > STEP + 2)); do sleep 0.1; done"]
+            command = command.replace("sleep 10", "sleep 1")
+        elif command.endswith(" down"):
+            lines += [wait_until_idle, "scontrol show job 1 | grep -o Restarts=.*"]
+        lines += [f"echo {shlex.quote('$ ' + command)}", command]
+    reader = {key: environment()[key] for key in ("PATH", "VIRTUAL_ENV")}
+    hook = {"PYTHONPATH": f"{ROOT / 'tests/hooks'}:{ROOT}", "NOTES": str(tmp_path), "PAUSE": "0.4"}
+    env = {**reader, **hook, "NPROC_PER_NODE": "1"}
+    done = machine.execute(["bash", "-c", "\n".join(lines)], env)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert not machine.processes(), "the cluster is down"
+    assert "node2" in done.stdout and "Restarts=2 " in done.stdout
+    steps = [
+        [line["step"] for line in read_metrics(run.with_name(name))]
+        for name in (run.name, "one-or-two")
+    ]
+    assert steps == [list(range(1, 61)), list(range(1, 11))]
 
 
 # --- bad input: one sentence, status 2, nothing done ---

@@ -4,14 +4,14 @@ import random
 import re
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from types import ModuleType, SimpleNamespace
 
 import pytest
 import torch
 import torch.distributed as dist
 from helpers import CHAPTERS, ROOT, first_then_nightly, patch
-from runner import ask_ranks, load_script
+from runner import load_script
+from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
@@ -41,30 +41,26 @@ STORED = ("parameters", "gradients", "moments")
 
 FSDP = {"sharding": "fsdp"}
 TOKENS = {"batch_size": 2, "seq_length": 128}
-# What 3 ranks of a real process group, which must pad, train one after the other.
-ON_RANKS = [{"sharding": "ddp", "accumulation": 2}, {"sharding": "zero1"}, FSDP]
 
 
 def draw(choices: random.Random) -> tuple[str, dict[str, object]]:
     """Return a model and the options with which one of 6 ranks trains it."""
-    flags = {
-        "gpus": 6,
-        "batch_size": choices.choice([2, 3]),
-        "accumulation": choices.choice([1, 2]),
-    }
+    flags = {"batch_size": choices.choice([2, 3]), "accumulation": choices.choice([1, 2])}
     if choices.random() < 0.1:
-        return choices.choice(["gpt2-tiny", "llama-tiny"]), flags | {"gpus": 1}
+        return choices.choice(["gpt2-tiny", "llama-tiny"]), flags
     precision = choices.choice(["tf32", "bf16"])
+    checkpointing = choices.choice(["none", "selective", "full"])
     flags |= FSDP | {
+        "gpus": 6,
         "precision": precision,
-        "activation_checkpointing": choices.choice(["none", "selective", "full"]),
+        "activation_checkpointing": checkpointing,
+        "compile": checkpointing == "none" and choices.choice([True, False]),
         "reshard_after_forward": choices.choice([True, False]),
         # With bfloat16 and few tokens, up to 16% less is predicted than is held.
         "reduce_every_backward": precision == "tf32" and choices.choice([True, False]),
+        "hsdp": choices.choice([True, False]),
+        "gpus_per_node": choices.choice([2, 3]),
     }
-    compiled = flags["activation_checkpointing"] == "none" and choices.choice([True, False])
-    flags |= {"compile": compiled}
-    flags |= {"hsdp": choices.choice([True, False]), "gpus_per_node": choices.choice([2, 3])}
     return choices.choice(["gpt2-tiny", "llama-tiny"]), flags
 
 
@@ -80,8 +76,7 @@ class Alive(TorchDispatchMode):
         result = func(*args, **(kwargs or {}))
         for tensor in tree_leaves((args, kwargs, result)):
             if isinstance(tensor, torch.Tensor):
-                tensor = tensor.to_local() if isinstance(tensor, DTensor) else tensor
-                self.storages[tensor.untyped_storage()] = None
+                self.storages[local(tensor).untyped_storage()] = None
         self.most = max(self.most, sum(storage.nbytes() for storage in list(self.storages)))
         return result
 
@@ -127,30 +122,29 @@ def train(name: str, options: Options, script: ModuleType | None = None, **sizes
         )
         if script:
             share_sequences(script, model, options)
-        forward, blocks = model, []
+        forward = model
         if options.sharding == "fsdp":
-            blocks = find_layers(model)
-        if options.activation_checkpointing != "none":
-            selective = partial(create_selective_checkpoint_contexts, SAVED_OPS)
-            keep = options.activation_checkpointing == "selective"
-            keep = {"context_fn": selective} if keep else {}
-            for block in blocks:
-                block.forward = partial(checkpoint, block.forward, use_reentrant=False, **keep)
-        if options.sharding == "fsdp":
+            recompute = partial(checkpoint, use_reentrant=False)
+            if options.activation_checkpointing == "selective":
+                selective = partial(create_selective_checkpoint_contexts, SAVED_OPS)
+                recompute = partial(recompute, context_fn=selective)
             shape, names = (options.gpus,), ("shard",)
             if options.hsdp:
                 shape = (options.gpus // options.gpus_per_node, options.gpus_per_node)
                 names = ("replicate", "shard")
             mesh = init_device_mesh("cpu", shape, mesh_dim_names=names)
-            mp_policy = MixedPrecisionPolicy()
-            if options.precision == "bf16":
-                mp_policy = MixedPrecisionPolicy(torch.bfloat16, torch.float32)
-            how = {"mesh": mesh, "mp_policy": mp_policy}
-            for block in blocks:
-                fully_shard(block, reshard_after_forward=options.reshard_after_forward, **how)
-            fully_shard(model, **how)
+            computed = torch.bfloat16 if options.precision == "bf16" else torch.float32
+            shard = partial(
+                fully_shard, mesh=mesh, mp_policy=MixedPrecisionPolicy(computed, torch.float32)
+            )
+            for layer in find_layers(model):
+                if options.activation_checkpointing != "none":
+                    layer.forward = partial(recompute, layer.forward)
+                shard(layer, reshard_after_forward=options.reshard_after_forward)
+            shard(model)
         elif options.sharding != "none":
             forward = DistributedDataParallel(model, gradient_as_bucket_view=True)
+            forward.register_comm_hook(None, noop_hook)  # an all-reduce returns nothing here
         if options.compile:  # without its layers, which the prediction leaves as they are
             model.loss_function = lambda logits, *_, **__: peak_memory.CompiledLoss.apply(logits)
         adamw = torch.optim.AdamW
@@ -185,16 +179,6 @@ def train(name: str, options: Options, script: ModuleType | None = None, **sizes
     return {**stored, "peak": alive.most}
 
 
-def rank_main(rank: int, world_size: int, folder: Path, queue) -> None:
-    torch.set_num_threads(1)
-    store = f"file://{folder}/store"
-    dist.init_process_group("gloo", init_method=store, rank=rank, world_size=world_size)
-    found = [train("gpt2-tiny", Options(gpus=world_size, **TOKENS | flags)) for flags in ON_RANKS]
-    queue.put((rank, found))
-    dist.barrier()
-    dist.destroy_process_group()
-
-
 @pytest.fixture(scope="module")
 def alone():
     """A process group in which this process is rank 0 of 6, and nobody answers."""
@@ -203,16 +187,18 @@ def alone():
     dist.destroy_process_group()
 
 
+def assert_held(name: str, options: Options, near: float) -> None:
+    predicted, found = predict(load(name), options), train(name, options)
+    for state in STORED:
+        assert predicted[state] == found[state], (name, options)
+    assert predicted["peak"] == pytest.approx(found["peak"], rel=near), (name, options)
+
+
 @pytest.mark.ci
-def test_ranks_hold_what_is_predicted(tmp_path):
-    """Rank 0 has the largest piece of each parameter. ZeRO-1 deals out whole ones."""
-    held = ask_ranks(3, rank_main, 3, tmp_path)
-    for run, flags in enumerate(ON_RANKS):
-        predicted = predict(load("gpt2-tiny"), Options(gpus=3, **TOKENS | flags))
-        for state in STORED:
-            assert predicted[state] == max(rank[run][state] for rank in held), flags
-        most = max(rank[run]["peak"] for rank in held)
-        assert predicted["peak"] == pytest.approx(most, rel=0.01), flags
+def test_a_rank_holds_what_is_predicted_in_chapter_2(alone):
+    """Of ZeRO-1's ranks, which have whole moments, rank 0 has those of the largest parameter."""
+    for flags in ({"sharding": "ddp", "accumulation": 2}, {"sharding": "zero1"}):
+        assert_held("gpt2-tiny", Options(gpus=6, **TOKENS | flags), 0.01)
 
 
 @pytest.mark.parametrize("seed", first_then_nightly(range(6)))
@@ -225,22 +211,17 @@ def test_a_rank_holds_what_is_predicted(alone, seed):
     for _ in range(5):
         name, flags = draw(choices)
         for length, near in ((128, 0.01), (4, 0.07)):
-            options = Options(**flags, seq_length=length)
-            predicted, found = predict(load(name), options), train(name, options)
-            for state in STORED:
-                assert predicted[state] == found[state], (name, options)
-            assert predicted["peak"] == pytest.approx(found["peak"], rel=near), (name, options)
+            assert_held(name, Options(**flags, seq_length=length), near)
 
 
-@pytest.mark.parametrize("case", first_then_nightly(range(3)))
-def test_a_rank_holds_what_is_predicted_with_context_parallelism(alone, tmp_path, case):
+@pytest.mark.parametrize("checkpointing", first_then_nightly(["none", "selective", "full"]))
+def test_a_rank_holds_what_is_predicted_with_context_parallelism(alone, tmp_path, checkpointing):
     """Where logits decide, and, with a small vocabulary, where attention does.
 
     Planted: a sequence of a third of the length, which has no keys of other ranks.
     """
     diff = ROOT / CHAPTERS[4] / "diffs/context-parallel.diff"
     script = load_script(patch(CHAPTERS[4], tmp_path, diff=diff) / "train_llm.py")
-    checkpointing = ("none", "selective", "full")[case]
     flags = FSDP | {"gpus": 6, "batch_size": 16, "seq_length": 120, "precision": "bf16"}
     options = Options(**flags, activation_checkpointing=checkpointing, context_parallel=3)
     for vocab_size in (4096, 64):
@@ -266,8 +247,7 @@ def test_offloaded_states_are_on_the_host():
 
 
 def test_the_table_and_the_answer(run_main):
-    words = ("-m", "gpt2-tiny", "-s", 128, "--gpus", 4, "--gpu-memory", 80)
-    out, _ = run_main(SCRIPT, *words)
+    out, _ = run_main(SCRIPT, "-m", "gpt2-tiny", "-s", 128, "--gpus", 4, "--gpu-memory", 80)
     *table, answer = out.splitlines()
     assert answer == "Chapter 1: 0.1 of 80 GiB per GPU."
     (row,) = (line for line in table if line.startswith("Chapter 4  "))
@@ -276,25 +256,17 @@ def test_the_table_and_the_answer(run_main):
 
 
 def test_less_memory_never_needs_an_earlier_chapter():
-    memory = load_script(SCRIPT)
-    config = load_config("gpt2-tiny")
-    options = Options(gpus=4, **TOKENS)
-    cache = {}
+    memory, config = load_script(SCRIPT), load_config("gpt2-tiny")
+    options, cache, found = Options(gpus=4, **TOKENS), {}, []
     predictions = memory.predict_all(config, options, cache)
-    names = list(predictions)
-    found = []
-    for size in sorted({found["peak"] for found in predictions.values()}, reverse=True):
+    for size in sorted({each["peak"] for each in predictions.values()}, reverse=True):
         room = size / memory.GIB / (1 - memory.RESERVE)
         name = memory.recommend(config, options, room * 1.0001, cache).split(":")[0]
         assert predictions[name]["peak"] <= size * 1.001
-        found.append(names.index(name))
-    assert found == sorted(found)
-    assert len(set(found)) > 4
+        found.append(list(predictions).index(name))
+    assert found == sorted(found) and len(set(found)) > 4
     none = memory.recommend(config, options, 0.001, cache)
-    assert none == (
-        "No number of GPUs is enough, with at most 16 for each sequence: lower --batch-size or "
-        "--seq-length, or split layers."
-    )
+    assert none.startswith("No number of GPUs is enough, with at most 16 for each sequence: ")
 
 
 def test_ranks_share_a_sequence_where_nothing_else_fits(run_main):
@@ -305,12 +277,10 @@ def test_ranks_share_a_sequence_where_nothing_else_fits(run_main):
     name = f"Chapter 5 with {memory.CHECKPOINTING} full{memory.SHARED} 2"
     assert predictions[name]["peak"] == smallest
     room = smallest / memory.GIB / (1 - memory.RESERVE)
-    said = f"{name}: {smallest / memory.GIB:.1f} of {room * 1.001:g} GiB per GPU; no earlier "
-    assert memory.recommend(config, options, room * 1.001, {}) == f"{said}setup fits."
+    assert memory.recommend(config, options, room * 1.001, {}).startswith(f"{name}: ")
     found = memory.recommend(config, options, room * 0.9, {})
     assert found.startswith("2 GPUs are not enough. On 4 GPUs: Chapter 5 ")
-    words = ("-m", "gpt2-tiny", "--gpus", 2, "--context-parallel", 2)
-    out, _ = run_main(SCRIPT, *words)
+    out, _ = run_main(SCRIPT, "-m", "gpt2-tiny", "--gpus", 2, "--context-parallel", 2)
     assert "\nChapter 5 full --context-parallel 2 " in out and "size 16 (8 with --context-" in out
 
 

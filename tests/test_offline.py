@@ -13,6 +13,7 @@ from helpers import (
     EVALUATED_LITTLE,
     ROOT,
     environment,
+    first_then_nightly,
     launch_file,
     read_metrics,
     replace_in,
@@ -77,16 +78,7 @@ LOCAL = {"127.0.0.1", "localhost", "::1", "0.0.0.0", "None", ""}
 
 
 # Chapter 2 stands for those that start several processes.
-@pytest.mark.parametrize(
-    "chapter",
-    [
-        pytest.param(CHAPTERS[0], marks=pytest.mark.nightly),
-        CHAPTERS[1],
-        pytest.param(CHAPTERS[2], marks=pytest.mark.nightly),
-        pytest.param(CHAPTERS[3], marks=pytest.mark.nightly),
-        pytest.param(CHAPTERS[4], marks=pytest.mark.ci),
-    ],
-)
+@pytest.mark.parametrize("chapter", first_then_nightly([CHAPTERS[1], CHAPTERS[0], *CHAPTERS[2:]]))
 def test_launch_file_works_from_anywhere_and_reaches_for_nothing(
     cut_off, tmp_path, chapter, monkeypatch
 ):

@@ -11,6 +11,7 @@ import random
 from collections.abc import Iterator
 from itertools import product
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import torch
@@ -30,8 +31,11 @@ from helpers import (
     without_kernels,
 )
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import allreduce_hook
-from torch.nn import parallel
 from torch.nn.parallel import DistributedDataParallel
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from transformers import AutoModelForCausalLM
+
+from common.models import load_config
 
 
 @pytest.fixture(scope="module")
@@ -52,24 +56,21 @@ CASES = [
 
 
 def every_world_size() -> Iterator[object]:
-    """Each chapter in each case, and chapter 2 with the presets themselves."""
-    for chapter, (world_size, model, b) in product(CHAPTERS[1:], CASES):
-        first, second = (case == (world_size, model, b) for case in CASES[:2])
-        if chapter == "02-ddp":
-            tier = [] if first or second else [pytest.mark.ci]
-        elif chapter == "04-fsdp":
-            tier = [] if first else [pytest.mark.ci]
-        else:
-            quick = [] if chapter >= "05" else [pytest.mark.ci]
-            tier = quick if first else [pytest.mark.nightly]
+    """Each chapter in each case; chapter 2 with the presets themselves, and compiled."""
+    for chapter, (number, (world_size, model, b)) in product(CHAPTERS[1:], enumerate(CASES)):
+        quick = number < {"02-ddp": 2, "03-multi-node": 0}.get(chapter, 1)
+        in_ci = number == 0 or chapter in ("02-ddp", "04-fsdp")
         yield pytest.param(
             Run(chapter, world_size, ("-m", model, "-b", b, *float32(chapter))),
-            marks=tier,
+            marks=[] if quick else pytest.mark.ci if in_ci else pytest.mark.nightly,
             id=f"{chapter}-{model}-{world_size}-{'at once' if b == 24 else 'accumulated'}",
         )
     for preset in ("gpt2-tiny", "llama-tiny"):
         run = Run("02-ddp", 2, ("-m", preset, "-b", 6))
         yield pytest.param(run, marks=pytest.mark.nightly, id=f"02-ddp-{preset}")
+    # TorchDynamo splits the graph at the buckets, so that they can still be sent early.
+    compiled = Run("02-ddp", 2, ("-b", 6, "--compile"), note=without_kernels)
+    yield pytest.param(compiled, marks=pytest.mark.nightly, id="02-ddp-compiled")
 
 
 @pytest.mark.parametrize("run", list(every_world_size()))
@@ -77,21 +78,34 @@ def test_same_training_at_every_world_size(ladder, run):
     assert_chapter_1(ladder, run)
 
 
-@pytest.mark.parametrize(
-    "run", first_then_nightly([Run("02-ddp", n, ("-b", 4, "--zero1")) for n in (2, 3)]), ids=str
-)
+@contextlib.contextmanager
+def note_moments(path: str) -> Iterator[None]:
+    """After each step, write how many numbers this rank holds in Adam's moments."""
+
+    def write(optimizer: torch.optim.Optimizer, *_: object) -> None:
+        if isinstance(optimizer, torch.optim.AdamW):  # not the one around it
+            moments = [value for state in optimizer.state.values() for value in state.values()]
+            Path(path).write_text(str(sum(moment.numel() for moment in moments)))
+
+    handle = register_optimizer_step_post_hook(write)
+    yield
+    handle.remove()
+
+
+ZERO1 = [
+    Run(chapter, world_size, ("-m", "gpt2-tiny", "-b", 4, "--zero1"), note=note_moments)
+    for chapter, world_size in (("02-ddp", 2), ("02-ddp", 3), ("03-multi-node", 2))
+]
+
+
+@pytest.mark.parametrize("run", first_then_nightly(ZERO1), ids=lambda run: run.name)
 def test_same_training_with_sharded_moments(ladder, run):
+    """Two moments of each weight: all ranks together have them once, and none has nearly all."""
     assert_chapter_1(ladder, run)
-
-
-COMPILED = Run("02-ddp", 2, ("-b", 6, "--compile"), note=without_kernels)
-
-
-@pytest.mark.nightly
-@pytest.mark.parametrize("run", [COMPILED], ids=["02-ddp"])
-def test_same_training_compiled(ladder, run):
-    """TorchDynamo splits the graph at the buckets, so that they can still be sent early."""
-    assert_chapter_1(ladder, run)
+    moments = [int(Path(path).read_text()) for path in ladder.notes(run)]
+    weights = AutoModelForCausalLM.from_config(load_config("gpt2-tiny")).num_parameters()
+    assert sum(moments) == pytest.approx(2 * weights, rel=0.01)
+    assert max(moments) < 0.6 * sum(moments)
 
 
 # By name: the first check that must be red, and what is replaced in the script.
@@ -106,10 +120,6 @@ BUGS = {
         "samples",
         [("sampler.set_epoch(epoch, start=epoch_step * micro_batch_size * accumulation)", "pass")],
     ),
-    "a rank skips one batch": (
-        "samples",
-        [("start=epoch_step", "start=(rank == 1) * micro_batch_size + epoch_step")],
-    ),
     "all ranks take the same samples": (
         "samples",
         [("num_replicas=world_size, rank=rank, ", "1, 0, ")],
@@ -123,10 +133,7 @@ BUGS = {
     ),
     "loss of one rank": (
         "loss",
-        [
-            ("running_loss /= world_size", "pass"),
-            ("dist.all_reduce(running_loss)", "pass"),
-        ],
+        [("running_loss /= world_size", "pass"), ("dist.all_reduce(running_loss)", "pass")],
     ),
     "evaluation of one rank": ("eval_loss", [("dist.all_reduce(total)", "pass")]),
     "every rank evaluates the same": (
@@ -134,8 +141,6 @@ BUGS = {
         [("range(rank, len(eval_data), world_size)", "range(6)")],
     ),
 }
-
-
 for _, replaced in BUGS.values():
     register("02-ddp", replaced)
 
@@ -149,52 +154,50 @@ def test_planted_bug_is_noticed(ladder, red, run):
 def note_all_reduces(path: str) -> Iterator[None]:
     """DDP calls this hook for each bucket that it sends; each rank notes it."""
 
-    class Noting(DistributedDataParallel):
-        def __init__(self, *args: object, **kwargs: object) -> None:
-            super().__init__(*args, **kwargs)
-            self.register_comm_hook(None, self.note)
+    init = DistributedDataParallel.__init__
 
-        @staticmethod
-        def note(_: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
-            with Path(path).open("a") as notes:
-                notes.write("x")
-            return allreduce_hook(None, bucket)
+    def note(_: object, bucket: dist.GradBucket) -> torch.futures.Future[torch.Tensor]:
+        with Path(path).open("a") as notes:
+            notes.write("x")
+        return allreduce_hook(None, bucket)
 
-    parallel.DistributedDataParallel = Noting
-    yield
-    parallel.DistributedDataParallel = DistributedDataParallel
+    def init_and_register(ddp_model: DistributedDataParallel, *args: object, **kwargs: object):
+        init(ddp_model, *args, **kwargs)
+        ddp_model.register_comm_hook(None, note)
+
+    with mock.patch.object(DistributedDataParallel, "__init__", init_and_register):
+        yield
 
 
 ALWAYS_SENT = (("require_backward_grad_sync = last_backward", "require_backward_grad_sync = True"),)
 register("02-ddp", ALWAYS_SENT)
-SENT = {
-    "once": Run("02-ddp", 2, ("-b", 2), (), note_all_reduces),
-    "always": Run("02-ddp", 2, ("-b", 2), ALWAYS_SENT, note_all_reduces),
-}
+SENT = [
+    pytest.param(1, Run("02-ddp", 2, ("-b", 2), (), note_all_reduces), id="once"),
+    pytest.param(
+        *(6, Run("02-ddp", 2, ("-b", 2), ALWAYS_SENT, note_all_reduces)),
+        marks=pytest.mark.nightly,
+        id="planted: always",
+    ),
+]
 
 
-def buckets_per_step(ladder: Ladder, run: Run) -> float:
+@pytest.mark.parametrize(("count", "run"), SENT)
+def test_gradients_are_sent_once_per_step(ladder, count, run):
+    """In the last of 6 backward passes, in one bucket: DDP starts a second one at 1 MiB.
+
+    With the planted bug the losses are the same, and the traffic is six times as much.
+    """
     ladder.run(run)
-    return len(Path(ladder.notes(run)[1]).read_text()) / STEPS
-
-
-@pytest.mark.parametrize("run", [SENT["once"]], ids=[""])
-def test_gradients_are_sent_once_per_step(ladder, run):
-    """In the last of 6 backward passes, in one bucket: DDP starts a second one at 1 MiB."""
-    assert buckets_per_step(ladder, run) == 1
-
-
-@pytest.mark.parametrize("run", [SENT["always"]], ids=[""])
-def test_planted_gradients_that_are_sent_too_often_are_noticed(ladder, run):
-    """The losses are the same, and the traffic is six times as much."""
-    assert buckets_per_step(ladder, run) == 6
+    assert len(Path(ladder.notes(run)[1]).read_text()) == count * STEPS
 
 
 # --- the steep run ---
 
 STEEP_STEPS = 40
+STEEP = ("-m", "llama-tiny", "-s", 64, "--global-batch-size", 12, "--max-steps", STEEP_STEPS)
+STEEP += ("--warmup-steps", 10, "--eval-freq", STEEP_STEPS, "--eval-sequences", 5)
 STEEP_RUNS = [
-    Run(chapter, world_size, float32(chapter))
+    Run(chapter, world_size, (*STEEP, *float32(chapter)))
     for chapter, world_size in product(("04-fsdp", "02-ddp", "05-mixed-precision"), (2, 1, 3, 4))
 ]
 PYTORCHS_NORM = [
@@ -208,38 +211,25 @@ OWN_SAMPLE = [("sample(args.eval_sequences)", "sample(args.eval_sequences + rank
 register("04-fsdp", PYTORCHS_NORM)
 register("02-ddp", OWN_SAMPLE)
 STEEP_BUGS = [
-    ("the first norm", Run("04-fsdp", 4, (), tuple(PYTORCHS_NORM))),
-    ("the evaluations", Run("02-ddp", 2, (), tuple(OWN_SAMPLE))),
+    ("the first norm", Run("04-fsdp", 4, STEEP, tuple(PYTORCHS_NORM))),
+    ("the evaluations", Run("02-ddp", 2, STEEP, tuple(OWN_SAMPLE))),
 ]
 
 
-class Steep(Ladder):
-    """Runs on 60 documents of 100 words that are chosen at random."""
-
-    def __init__(self, folder: Path, selected: list[Run]) -> None:
-        super().__init__(folder, selected)
-        choose = random.Random(0)
-        letters = [choose.randint(2, 7) for _ in range(100)]
-        words = ["".join(choose.choice("etaoinshrdlu") for _ in range(n)) for n in letters]
-        texts = [" ".join(choose.choice(words) for _ in range(200)) for _ in range(60)]
-        (folder / "corpus.json").write_text(json.dumps(texts))
-
-    def flags(self, name: str, *args: object) -> list[object]:
-        return [
-            *("-d", self.folder / "corpus.json", "-m", "llama-tiny", "-s", 64),
-            *("--global-batch-size", 12, "--max-steps", STEEP_STEPS, "--log-freq", 1),
-            *("--eval-freq", STEEP_STEPS, "--eval-sequences", 5),
-            *("--save-dir", self.folder, "-e", name, *args),
-        ]
-
-
 @pytest.fixture(scope="module")
-def steep(request, make_folder) -> Steep:
-    return Steep(make_folder("steep"), selected_runs(request))
+def steep(request, make_folder) -> Ladder:
+    """Runs on 60 documents of 100 words that are chosen at random."""
+    ladder = Ladder(make_folder("steep"), selected_runs(request))
+    choose = random.Random(0)
+    letters = [choose.randint(2, 7) for _ in range(100)]
+    words = ["".join(choose.choice("etaoinshrdlu") for _ in range(n)) for n in letters]
+    texts = [" ".join(choose.choice(words) for _ in range(200)) for _ in range(60)]
+    (ladder.folder / "corpus.json").write_text(json.dumps(texts))
+    return ladder
 
 
-def assert_same_steep(steep: Steep, run: Run) -> None:
-    right, found = steep.metrics(steep.alone()), steep.metrics(steep.run(run))
+def assert_same_steep(steep: Ladder, run: Run) -> None:
+    right, found = steep.metrics(steep.alone(*STEEP)), steep.metrics(steep.run(run))
     assert len(right) == len(found) == STEEP_STEPS
     losses = [line["loss"] for line in right]
     assert losses[0] > 8 and losses[-1] < 2.5
@@ -251,7 +241,9 @@ def assert_same_steep(steep: Steep, run: Run) -> None:
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("run", first_then_nightly(STEEP_RUNS), ids=lambda run: run.name)
+@pytest.mark.parametrize(
+    "run", first_then_nightly(STEEP_RUNS), ids=lambda run: f"{run.chapter}-{run.world_size}"
+)
 def test_same_training_where_the_loss_falls_steeply(steep, run):
     assert_same_steep(steep, run)
 

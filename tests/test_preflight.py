@@ -1,13 +1,11 @@
 """Chapter 3's check before a run: healthy nodes pass, and the check names each planted fault."""
 
 import functools
-import json
 import os
 import re
 import shutil
 import signal
 import socket
-import subprocess
 import sys
 import time
 import uuid
@@ -16,18 +14,13 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed as dist
-from cluster import PATIENCE_S
-from helpers import (
-    ROOT,
-    TORCHRUN,
-    run_script,
-)
+from cluster import Cluster
+from helpers import ROOT, TORCHRUN, run_script, write_corpus
 from runner import Ranks, finish, load_script, place_of, start
 from torch.distributed import TCPStore
 
 SCRIPT = ROOT / "03-multi-node/tools/preflight.py"
 QUICK = ("--max-bytes", 4096)
-CORPUS = ("-d", "/run/corpus.json")  # each node of the cluster has a /run
 HOST = socket.gethostname()
 preflight = load_script(SCRIPT)
 network = sys.modules["checks.network"]
@@ -48,34 +41,25 @@ def at(gb_per_s: float) -> dict:
     return {1024: {"GB/s": 0.001}, 2**20: {"GB/s": gb_per_s}}
 
 
-# As measured on three nodes of the local cluster, node2 slowed down to 20 Mbit/s.
-SLOWED = {
-    "node1 - node2": at(0.0024),
-    "node1 - node3": at(0.3941),
-    "node2 - node3": at(0.0024),
-}
-
-
-@pytest.mark.check
-def test_a_slow_node_is_the_one_whose_links_are_all_slow():
-    node, *links = network.find_slow("link", SLOWED, None)
-    assert node == "bandwidth: every link of node2 is slow"
-    for link, name in zip(links, ("node1 - node2", "node2 - node3"), strict=True):
-        assert link.startswith(f"bandwidth: link {name} has 0.0024 GB/s, 164.2 times less than")
-
-
 @pytest.mark.check
 def test_slow_links_are_compared_with_the_others_or_with_a_number():
     def find(links: dict, needed: float | None = None) -> list[str]:
         return network.find_slow("link", links, needed)
 
-    (fault,) = find({**SLOWED, "node2 - node3": at(0.4)})
+    # As measured on three nodes of the local cluster, node2 slowed down to 20 Mbit/s.
+    slow, fast = at(0.0024), at(0.3941)
+    slowed = {"node1 - node2": slow, "node1 - node3": fast, "node2 - node3": slow}
+    node, *links = find(slowed)
+    assert node == "bandwidth: every link of node2 is slow"
+    for link, name in zip(links, ("node1 - node2", "node2 - node3"), strict=True):
+        assert link.startswith(f"bandwidth: link {name} has 0.0024 GB/s, 164.2 times less than")
+    (fault,) = find({**slowed, "node2 - node3": at(0.4)})
     assert fault.startswith("bandwidth: link node1 - node2 has 0.0024 GB/s")
-    assert find({name: at(rate) for name, rate in zip(SLOWED, (0.3, 0.4, 0.5), strict=True)}) == []
+    assert find({name: at(rate) for name, rate in zip(slowed, (0.3, 0.4, 0.5), strict=True)}) == []
     # A busy core makes small all-reduces ten times slower, as measured on healthy nodes.
-    assert find({name: {1024: link[2**20]} for name, link in SLOWED.items()}) == []
+    assert find({name: {1024: link[2**20]} for name, link in slowed.items()}) == []
     # One link alone has nothing to be compared with but a number that is given.
-    alone = {"node1 - node2": at(0.0024)}
+    alone = {"node1 - node2": slow}
     assert find(alone) == find(alone, 0.002) == find({}, 0.1) == []
     (fault,) = find(alone, 0.1)
     assert fault == "bandwidth: link node1 - node2 has 0.0024 GB/s, --min-bandwidth is 0.1"
@@ -84,21 +68,19 @@ def test_slow_links_are_compared_with_the_others_or_with_a_number():
 # --- on this machine; ranks are children of a server, and start at once ---
 
 
-def check(
-    folder: Path, corpus: Path, *args: object, plant=None, **options
-) -> tuple[list[int], str]:
+def check(folder: Path, *args: object, plant=None, **options) -> tuple[list[int], str]:
     """Run the check on two ranks; return their exit statuses and what rank 0 printed.
 
     plant: plants a fault on rank 1.
     """
     out = [str(folder / f"stdout-{rank}") for rank in range(2)]
-    flags = [*QUICK, "--save-dir", folder / "outputs", "-d", corpus, *args]
+    flags = [*QUICK, "--save-dir", folder / "outputs", "-d", folder / "corpus.json", *args]
     options = {"script": str(SCRIPT), "stdout_file": out, "plant": [None, plant], **options}
     return Ranks(2, flags, **options).finish(), Path(out[0]).read_text()
 
 
 def test_two_healthy_ranks(tmp_path, corpus):
-    statuses, said = check(tmp_path, corpus)
+    statuses, said = check(tmp_path)
     assert statuses == [0, 0] and "FAULT" not in said
     assert re.fullmatch(
         r"Passed: 2 ranks on 1 node, all-reduce of 4,096 bytes correct and .* GB/s\.",
@@ -118,7 +100,7 @@ def test_two_healthy_ranks(tmp_path, corpus):
 
 def test_bad_input_ends_with_status_2(tmp_path):
     errors = [str(tmp_path / f"stderr-{rank}") for rank in range(2)]
-    statuses, said = check(tmp_path, tmp_path / "nowhere.json", stderr_file=errors)
+    statuses, said = check(tmp_path, "-d", tmp_path / "nowhere.json", stderr_file=errors)
     assert statuses == [2, 2]
     assert "nowhere.json" in Path(errors[0]).read_text()
     assert "Passed" not in said and "Failed" not in said
@@ -133,14 +115,6 @@ def add_one() -> None:
     dist.all_reduce = all_reduce
 
 
-def test_a_wrong_sum_is_found_and_its_rank_named(tmp_path, corpus):
-    statuses, said = check(tmp_path, corpus, plant=add_one)
-    assert statuses == [1, 1]
-    assert said.splitlines()[-1] == (
-        f"Failed, 1 fault: all-reduce: rank 1 on {HOST} has a wrong sum of 4,096 bytes."
-    )
-
-
 def die() -> None:
     def all_reduce(*args, original=dist.all_reduce, **kwargs):
         if args[0].numel() == 1024:
@@ -150,28 +124,38 @@ def die() -> None:
     dist.all_reduce = all_reduce
 
 
-def test_a_rank_that_dies_in_an_all_reduce_ends_all(tmp_path, corpus):
-    """Nobody waits for the timeout."""
-    statuses, said = check(tmp_path, corpus, "--timeout", 10**5, plant=die)
-    assert statuses == [1, -signal.SIGKILL]
-    end = said.splitlines()[-1]
-    assert end.startswith("Failed: all-reduce of 4,096 bytes over 2 ranks: ")
-    assert end.endswith(f"; no answer from rank 1 on {HOST}.")
-
-
 def fall_asleep() -> None:
+    """As on a file system that does not answer."""
     uuid.uuid4 = functools.partial(time.sleep, 900)
 
 
-@pytest.mark.ci
-def test_a_rank_that_hangs_ends_all(tmp_path, corpus):
-    """As on a file system that does not answer."""
-    statuses, said = check(tmp_path, corpus, "--timeout", 30, plant=fall_asleep)
-    assert statuses == [1, 1]
-    assert said.splitlines()[-1] == (
+# What rank 1 does, --timeout, the exit statuses, and the last line ("...": any words).
+FAULTS = [
+    (
+        *(add_one, 60, [1, 1]),
+        f"Failed, 1 fault: all-reduce: rank 1 on {HOST} has a wrong sum of 4,096 bytes.",
+    ),
+    (
+        *(die, 10**5, [1, -signal.SIGKILL]),  # nobody waits for the timeout
+        f"Failed: all-reduce of 4,096 bytes over 2 ranks: ...; no answer from rank 1 on {HOST}.",
+    ),
+    pytest.param(
+        *(fall_asleep, 30, [1, 1]),
         "Failed: looking for the other nodes' files in --save-dir: not finished within 30 s; "
-        f"the other ranks wait for rank 1 on {HOST}."
-    ), said
+        f"the other ranks wait for rank 1 on {HOST}.",
+        marks=pytest.mark.ci,
+    ),
+]
+
+
+@pytest.mark.parametrize(
+    ("plant", "timeout", "expected", "sentence"), FAULTS, ids=["wrong sum", "dies", "hangs"]
+)
+def test_the_rank_at_fault_is_named(tmp_path, corpus, plant, timeout, expected, sentence):
+    statuses, said = check(tmp_path, "--timeout", timeout, plant=plant)
+    assert statuses == expected
+    pattern = ".*".join(map(re.escape, sentence.split("...")))
+    assert re.fullmatch(pattern, said.splitlines()[-1]), said
 
 
 def test_a_rank_that_does_not_come_is_named(tmp_path, corpus):
@@ -191,58 +175,28 @@ def test_a_rank_that_does_not_come_is_named(tmp_path, corpus):
 
 # --- on the nodes of the local cluster ---
 
-# Python imports this by itself, on each node. What it plants, it plants on node2.
-HOOK = """
-import os, socket
-if socket.gethostname() == "node2" and os.environ.get("PLANT"):
-    import torch
-    torch.__version__ = "2.12.0+planted"
-"""
 
+def check_nodes(
+    cluster: Cluster, folder: Path, port: int, *args: object, tasks: int = 2, first: str = ":"
+) -> tuple[int, str]:
+    """Run the check on all nodes; return the exit status and what was printed.
 
-class Nodes:
-    """Runs the check with srun on all nodes of the cluster."""
-
-    def __init__(self, cluster, folder: Path) -> None:
-        self.cluster, self.folder, self.port = cluster, folder, 21000
-        (folder / "hook").mkdir()
-        (folder / "hook/sitecustomize.py").write_text(HOOK)
-        texts = json.dumps([f"Text number {n}, of many words. " * 20 for n in range(50)])
-        (folder / "corpus.json").write_text(texts)
-        (folder / "other.json").write_text(texts.replace("number 7,", "number 8,"))
-        self.shell("srun", "-N2", "cp", folder / "corpus.json", "/run/corpus.json")
-
-    def shell(self, *command: object) -> str:
-        return self.cluster.shell(*command)
-
-    def check(self, *args, tasks=2, shell="exec", plant="") -> tuple[int, str]:
-        """Return the exit status and what was printed; `shell`: what each task does first."""
-        self.port += 1  # each node has all of its ports to itself
-        places = {
-            "MASTER_ADDR": "node1",
-            "MASTER_PORT": str(self.port),
-            "PYTHONPATH": f"{self.folder / 'hook'}:{ROOT}",
-            "OMP_NUM_THREADS": "1",
-            "PLANT": plant,
-            "SCRIPT": str(SCRIPT),
-        }
-        words = ["srun", "-N2", f"--ntasks-per-node={tasks}", "--kill-on-bad-exit"]
-        script = f'{shell} {sys.executable} "$SCRIPT" "$@"'
-        flags = ["--save-dir", self.folder / "outputs", *QUICK, *CORPUS, *args]
-        done = subprocess.run(
-            [*words, "bash", "-c", script, "task", *map(str, flags)],
-            env={**self.cluster.env, **places},
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            timeout=PATIENCE_S,
-        )
-        return done.returncode, done.stdout
-
-
-@pytest.fixture(scope="module")
-def nodes(cluster, make_folder) -> Nodes:
-    return Nodes(cluster, make_folder("preflight"))
+    port: of each node, another one each time. first: what each task does before.
+    """
+    corpus = write_corpus(folder)
+    cluster.shell("srun", "-N2", "cp", corpus, "/run/corpus.json")  # each node has a /run
+    places = {
+        "MASTER_ADDR": "node1",
+        "MASTER_PORT": str(port),
+        "PYTHONPATH": str(ROOT),
+        "OMP_NUM_THREADS": "1",
+        "SCRIPT": str(SCRIPT),
+    }
+    words = ["srun", "-N2", f"--ntasks-per-node={tasks}", "--kill-on-bad-exit", "bash", "-c"]
+    script = f'{first}; exec {sys.executable} "$SCRIPT" "$@"'
+    flags = ["--save-dir", folder / "outputs", *QUICK, "-d", "/run/corpus.json", *args]
+    done = cluster.execute([*words, script, "task", *flags], places)
+    return done.returncode, done.stdout + done.stderr
 
 
 def last_sentence(said: str) -> str:
@@ -252,8 +206,8 @@ def last_sentence(said: str) -> str:
 
 
 @pytest.mark.ci
-def test_two_healthy_nodes(nodes):
-    status, said = nodes.check()
+def test_two_healthy_nodes(cluster, tmp_path):
+    status, said = check_nodes(cluster, tmp_path, 21001)
     assert status == 0, said
     assert last_sentence(said).startswith("Passed: 4 ranks on 2 nodes, all-reduce of 4,096 bytes")
     assert "FAULT" not in said
@@ -262,29 +216,28 @@ def test_two_healthy_nodes(nodes):
     )
     assert "there is no other link to compare this one with" in said
     assert re.search(r"^link   node1 - node2: ", said, re.MULTILINE)
-    assert list((nodes.folder / "outputs").iterdir()) == []
+    assert list((tmp_path / "outputs").iterdir()) == []
 
 
 @pytest.mark.ci
-def test_all_that_is_different_on_node2(nodes, tmp_path):
+def test_all_that_is_different_on_node2(cluster, tmp_path):
     """Another torch, code (one byte), data and save folder, all at once."""
-    copy = tmp_path / "copy"
-    shutil.copytree(ROOT / "common", copy / "common")
-    for file in ROOT.glob("[0-9]*/**/*.py"):
-        (copy / file.relative_to(ROOT)).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(file, copy / file.relative_to(ROOT))
+    copy, other = tmp_path / "copy", tmp_path / "other.json"
+    for folder in (ROOT / "common", *ROOT.glob("[0-9]*")):
+        shutil.copytree(folder, copy / folder.name)
+    # Python imports this by itself.
+    (copy / "sitecustomize.py").write_text("import torch\ntorch.__version__ = '2.12.0+planted'\n")
     changed = copy / CHANGED
     content = changed.read_bytes()
     changed.write_bytes(content[:3] + bytes([content[3] ^ 32]) + content[4:])  # in the docstring
-    other = f"cp {nodes.folder}/other.json /run/corpus.json"
-    there = f"SCRIPT={copy}/03-multi-node/tools/preflight.py PYTHONPATH={copy}:{nodes.folder}/hook"
-    status, said = nodes.check(
-        *("--save-dir", "/run/outputs", "--timeout", 30),
+    other.write_text(write_corpus(tmp_path).read_text().replace("number 7,", "number 8,"))
+    there = f"export SCRIPT={copy}/03-multi-node/tools/preflight.py PYTHONPATH={copy}"
+    there += f"; cp {other} /run/corpus.json"
+    status, said = check_nodes(
+        *(cluster, tmp_path, 21002, "--save-dir", "/run/outputs", "--timeout", 30),
         tasks=1,
-        plant="torch",
-        shell=f"if [[ $(hostname) == node2 ]]; then {other}; export {there}; fi; exec",
+        first=f"if [[ $(hostname) == node2 ]]; then {there}; fi",
     )
-    nodes.shell("srun", "-N2", "cp", nodes.folder / "corpus.json", "/run/corpus.json")
     assert status == 1, said
     checksums = r"[0-9a-f]{16}"
     patterns = [

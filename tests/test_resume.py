@@ -1,9 +1,9 @@
 """A run of chapter 1 that was stopped, however it was stopped, goes on as if it had not been."""
 
+import contextlib
 import copy
 import errno
 import json
-import re
 import shutil
 import signal
 import threading
@@ -15,10 +15,10 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import (
-    EXACT,
     RESUMED_STEPS,
     ROOT,
     Runs,
+    assert_exact,
     assert_same_tensors,
     go_back_to,
     newest_step,
@@ -44,28 +44,22 @@ def runs(make_folder) -> Runs:
     return runs
 
 
-KILLS = [
-    pytest.param({"kill_after_steps": 23}, id="in the second epoch"),
-    *(
-        pytest.param(
-            {"kill_in_save": (4, stage)}, marks=[pytest.mark.ci] if number else [], id=stage
-        )
-        for number, stage in enumerate(SAVE_STAGES)
-    ),
-]
+# None: between two saves, in the second epoch.
+STAGES = [None, SAVE_STAGES[0], *(pytest.param(s, marks=pytest.mark.ci) for s in SAVE_STAGES[1:])]
 
 
-@pytest.mark.parametrize("options", KILLS)
-def test_goes_on_after_kill_9(runs, options, request):
-    name = request.node.callspec.id.replace(" ", "-")
-    assert runs.finish(name, **options) == [-signal.SIGKILL]
+@pytest.mark.parametrize("stage", STAGES)
+def test_goes_on_after_kill_9(runs, stage):
+    name = f"killed-{stage}"
+    killed = {"kill_in_save": (4, stage)} if stage else {"kill_after_steps": 23}
+    assert runs.finish(name, **killed) == [-signal.SIGKILL]
     trained, resumed_after = runs.stopped_after(name)
-    if "kill_after_steps" in options:
+    if stage is None:
         assert (trained, resumed_after) == (23, 20), "the checkpoint before the kill"
     else:
-        stage = SAVE_STAGES.index(options["kill_in_save"][1])
-        assert (trained, resumed_after) == (20, 20 if stage >= 2 else 15)
-        assert newest_step(runs.folder / name) == (20 if stage == 3 else 15)
+        number = SAVE_STAGES.index(stage)
+        assert (trained, resumed_after) == (20, 20 if number >= 2 else 15)
+        assert newest_step(runs.folder / name) == (20 if number == 3 else 15)
     assert runs.finish(name) == [0]
     runs.assert_same("straight", name, trained, resumed_after)
     kept = {path.name for path in (runs.folder / name / "checkpoints").iterdir()}
@@ -76,9 +70,8 @@ def test_goes_on_after_kill_9(runs, options, request):
 def test_goes_on_after_ctrl_c_in_a_save(runs):
     """It is not taken for a full disk."""
     assert runs.finish("interrupted", interrupt_in_save=4) == [130]
-    said = runs.said("interrupted")
-    assert said.splitlines()[-1].startswith("Interrupted. The start of a run's log")
-    assert re.search("; to resume it after a stop: .* -e interrupted\n", said)
+    said = runs.said("interrupted").splitlines()[-1]
+    assert said.startswith("Interrupted. The start of a run's log")
     assert runs.stopped_after("interrupted") == (20, 15)
     assert runs.finish("interrupted") == [0]
     runs.assert_same("straight", "interrupted", 20, 15)
@@ -94,6 +87,10 @@ def without_moments(original: Callable) -> Callable:
     return load
 
 
+def from_the_first(original: Callable) -> Callable:
+    return lambda self, epoch, start: original(self, epoch)
+
+
 def a_step_back(original: Callable) -> Callable:
     return lambda self, state: original(self, {**state, "last_epoch": state["last_epoch"] - 1})
 
@@ -103,14 +100,7 @@ BUGS = {
     "no bug": None,
     "no moments": (checkpoint, "set_state_dict", without_moments),
     "the seed's RNG state": (checkpoint, "set_rng_state", lambda original: lambda rng: None),
-    "the order of epoch 0": (
-        *(ResumableSampler, "set_epoch"),
-        lambda original: lambda self, epoch, start: original(self, 0, start),
-    ),
-    "the epoch's start": (
-        *(ResumableSampler, "set_epoch"),
-        lambda original: lambda self, epoch, start: original(self, epoch),
-    ),
+    "the epoch's start": (ResumableSampler, "set_epoch", from_the_first),
     "the schedule a step back": (LambdaLR, "load_state_dict", a_step_back),
 }
 
@@ -124,15 +114,9 @@ def test_planted_bug_is_noticed(runs, train, monkeypatch, tmp_path, name):
         monkeypatch.setattr(target, function, make(getattr(target, function)))
     for step in (30, 35):  # the second start resumes from what the first one has saved
         go_back_to(step, tmp_path / "run")
-        resumed = train(*runs.flags)
-    expected = read_metrics(runs.folder / "straight")
-    assert [line["step"] for line in resumed] == [line["step"] for line in expected]
-    differs = [
-        key
-        for key in EXACT
-        if [line.get(key) for line in resumed] != [line.get(key) for line in expected]
-    ]
-    assert bool(differs) == (name != "no bug"), differs
+        train(*runs.flags)
+    with pytest.raises(AssertionError) if bug else contextlib.nullcontext():
+        assert_exact(runs.folder / "straight", tmp_path / "run")
 
 
 # --- a checkpoint of an older commit ---
@@ -168,7 +152,10 @@ def test_a_stored_checkpoint_is_resumed(tmp_path, chapter, ranks):
 
 
 def make_run(decay: float = 0.1) -> tuple:
-    """Return a small model, its optimizer with two groups of parameters, and a schedule."""
+    """Return a small model, its optimizer with two groups of parameters, and a schedule.
+
+    Many readers have two groups: norms and biases are not decayed.
+    """
     sizes = {"n_embd": 16, "n_layer": 1, "vocab_size": 64}
     config = AutoConfig.from_pretrained(ROOT / "common/presets/gpt2-tiny", **sizes)
     model = AutoModelForCausalLM.from_config(config)
@@ -188,9 +175,14 @@ def make_run(decay: float = 0.1) -> tuple:
 def check_the_order_of_saves(folder: Path, monkeypatch) -> None:
     """state.json comes first; what is deleted counts no longer, and state.json names a newer one.
 
-    A folder that has lost its .metadata is left out, and the next save removes it.
+    A folder that has lost its .metadata is left out, and the next save removes it. A run with other
+    settings of its groups of parameters gets those that were saved.
     """
-    run, state = make_run(), {"step": 0}
+    model, optimizer, lr_scheduler = run = make_run()
+    ids, state = torch.arange(64).view(2, 32), {"step": 0}
+    model(input_ids=ids, labels=ids).loss.backward()
+    optimizer.step()
+    lr_scheduler.step()
 
     def check_removal(path: Path) -> None:
         assert not checkpoint.is_complete(path), f"{path.name} is complete and being deleted"
@@ -209,14 +201,13 @@ def check_the_order_of_saves(folder: Path, monkeypatch) -> None:
             checkpoint.save_checkpoint(folder, *run, {"step": step}, keep=2)
     assert steps() == [2, 3] and newest_step(folder) == 3
     (folder / "checkpoints/step-00000003/.metadata").unlink()
-    assert checkpoint.load_checkpoint(folder, *run, state, {"lr": 1}) and state == {"step": 2}
+    loaded = make_run(decay=0.5)
+    assert checkpoint.load_checkpoint(folder, *loaded, state, {"lr": 1}) and state == {"step": 2}
+    for one, other in zip(run, loaded, strict=True):
+        assert_same_tensors(one.state_dict(), other.state_dict())
+    assert [group["weight_decay"] for group in loaded[1].param_groups] == [0.1, 0.01]
     checkpoint.save_checkpoint(folder, *run, {"step": 4}, keep=9)
     assert steps() == [2, 4] and newest_step(folder) == 4
-
-
-@pytest.mark.check
-def test_the_order_of_saves(tmp_path, monkeypatch):
-    check_the_order_of_saves(tmp_path, monkeypatch)
 
 
 @pytest.mark.check
@@ -236,14 +227,6 @@ def test_an_old_checkpoint_that_cannot_be_deleted_stops_nothing(tmp_path, monkey
 
 
 @pytest.mark.check
-def test_a_run_that_was_stopped_before_its_first_checkpoint_says_so(tmp_path, caplog):
-    caplog.set_level("INFO", "common.checkpoint")
-    for expected in (0, 1):
-        assert not checkpoint.load_checkpoint(tmp_path, *make_run(), {"step": 0}, {"lr": 1})
-        assert caplog.text.count("has no complete checkpoint yet: the run starts") == expected
-
-
-@pytest.mark.check
 def test_a_checkpoint_that_cannot_be_read_is_named(tmp_path):
     """Its files have the right sizes: a disk returns other bytes, or an error."""
     run, folder = make_run(), tmp_path / "checkpoints/step-00000001"
@@ -260,44 +243,29 @@ def delete_at_once(monkeypatch) -> None:
     monkeypatch.setattr(checkpoint, "_delete", lambda folder: storage.remove_folder(folder))
 
 
-def delete_first(monkeypatch) -> None:
+def write_too_late(monkeypatch) -> None:
     write = checkpoint._write_state
 
-    def delete_and_write(run_dir: Path, content: dict) -> None:
-        for old in list(checkpoint.complete_checkpoints(run_dir).values())[:-2]:
-            checkpoint._delete(old)
-        write(run_dir, content)
+    def write_older(run_dir: Path, content: dict) -> None:
+        write(run_dir, {**content, "step": content.get("step", 1) - 1})
 
-    monkeypatch.setattr(checkpoint, "_write_state", delete_and_write)
+    monkeypatch.setattr(checkpoint, "_write_state", write_older)
+
+
+@pytest.mark.check
+def test_the_order_of_saves(tmp_path, monkeypatch):
+    check_the_order_of_saves(tmp_path, monkeypatch)
 
 
 @pytest.mark.check
 @pytest.mark.parametrize(
-    ("bug", "seen"), [(delete_at_once, "complete and being"), (delete_first, "before state.json")]
+    ("bug", "seen"),
+    [(delete_at_once, "complete and being"), (write_too_late, "before state.json")],
 )
 def test_planted_order_is_noticed(tmp_path, monkeypatch, bug, seen):
     bug(monkeypatch)
     with pytest.raises(RunError, match=f"step-00000001 is (deleted )?{seen}"):
         check_the_order_of_saves(tmp_path, monkeypatch)
-
-
-@pytest.mark.check
-def test_groups_of_parameters_keep_what_was_saved(tmp_path):
-    """Many readers have two groups: norms and biases are not decayed. What was saved wins."""
-
-    model, optimizer, lr_scheduler = saved = make_run(0.1)
-    ids = torch.arange(64).view(2, 32)
-    model(input_ids=ids, labels=ids).loss.backward()
-    optimizer.step()
-    lr_scheduler.step()
-    loaded, state = make_run(0.5), {"step": 0}
-    assert not checkpoint.load_checkpoint(tmp_path, *loaded, state, {})
-    checkpoint.save_checkpoint(tmp_path, *saved, {"step": 1}, keep=1)
-    assert checkpoint.load_checkpoint(tmp_path, *loaded, state, {})
-    for one, other in zip(saved, loaded, strict=True):
-        assert_same_tensors(one.state_dict(), other.state_dict())
-    assert [group["weight_decay"] for group in loaded[1].param_groups] == [0.1, 0.01]
-    assert state["step"] == 1
 
 
 # --- a checkpoint that is written while the training goes on ---

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import (
+    TWO_BY_TWO,
     Runs,
     assert_exact,
     assert_same_tensors,
@@ -49,17 +50,10 @@ def straight(runs) -> Callable[[str, int], str]:
 
 # --- a rank that is killed ---
 
-# Chapter, number of ranks, which of them is killed.
-KILLED = [
-    (DDP, 2, 0),
-    (FSDP, 2, 1),
-    (DDP, 2, 1),
-    (FSDP, 3, 2),
-]
-
 
 @pytest.mark.parametrize(
-    ("chapter", "ranks", "victim"), [KILLED[0], *first_then_nightly(KILLED[1:])]
+    ("chapter", "ranks", "victim"),
+    [(DDP, 2, 0), *first_then_nightly([(FSDP, 2, 1), (DDP, 2, 1), (FSDP, 3, 2)])],
 )
 def test_goes_on_after_kill_9_of_one_rank(runs, straight, chapter, ranks, victim):
     """The others end, and say why and how to go on; the run that goes on is the same bit by bit.
@@ -90,10 +84,12 @@ def test_each_rank_draws_its_own_dropout(runs, straight):
 # --- from chapter to chapter ---
 
 EVERY = 4  # steps: then the next chapter takes over
-# The chapters, the numbers of ranks and the arguments with which a run goes on.
+# The chapters, the numbers of ranks and the arguments with which a run goes on. With --hsdp, the
+# ranks are on two nodes.
+ON_2_NODES = [{"LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": 2} for rank in TWO_BY_TWO]
 JOURNEYS = {
     "chapters": (
-        *("01-single-gpu on 1", "04-fsdp on 4", "04-fsdp on 2", "02-ddp on 2 --zero1"),
+        *("01-single-gpu on 1", "04-fsdp on 4 --hsdp", "04-fsdp on 3", "02-ddp on 2 --zero1"),
         "05-mixed-precision on 2 --precision fp16",
         "05-mixed-precision on 2 --precision bf16",
         "01-single-gpu on 1",
@@ -141,7 +137,8 @@ def travel(runs: Runs, name: str, stops: tuple[str, ...]) -> None:
         chapter, _, ranks, *args = stop.split()
         loaded = runs.folder / f"{name}-loaded-{number}"
         planted = functools.partial(save_what_is_loaded, loaded)
-        statuses = runs.finish(name, *args, chapter=chapter, ranks=int(ranks), plant=planted)
+        on = {"ranks": int(ranks), "env": ON_2_NODES if "--hsdp" in args else {}}
+        statuses = runs.finish(name, *args, chapter=chapter, plant=planted, **on)
         assert set(statuses) == {0}, stop
         if number:
             assert_loaded(run_dir, EVERY * number, loaded)

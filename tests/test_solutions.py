@@ -1,12 +1,12 @@
-"""The solutions: every exercise has one, its check is named there, and its diff applies.
+"""The solutions: every exercise has one, its check and diff stand there, and its diff applies.
 
-test_pages.py looks at whether each diff is shown and each test is there.
+test_pages.py looks at whether each test is there.
 """
 
 import re
 
 import pytest
-from helpers import CHAPTERS, ROOT, apply, assert_clean
+from helpers import CHAPTERS, ROOT, apply, assert_clean, blocks
 
 pytestmark = pytest.mark.check
 
@@ -29,58 +29,51 @@ def exercise_page(chapter: str) -> str:
     return section
 
 
-def exercises(section: str) -> dict[tuple[int, str], str]:
+def exercises(section: str) -> dict[str, str]:
     """Return the text of each exercise in a section, by number and title."""
-    found = re.findall(r"^(\d+)\. \*\*(.+?)\.\*\* ((?:.*\n)*?)(?=^\d+\. |^\S|\Z)", section, re.M)
-    return {(int(number), title): flat(text) for number, title, text in found}
-
-
-def sections(solutions: str) -> dict[tuple[int, str], str]:
-    found = re.findall(r"^## (\d+)\. (.+)\n((?:.*\n)*?)(?=^## |\Z)", solutions, re.M)
-    return {(int(number), title): text for number, title, text in found}
+    found = re.findall(r"^(\d+\. )\*\*(.+?)\.\*\* ((?:.*\n)*?)(?=^\d+\. |^\S|\Z)", section, re.M)
+    return {number + title: flat(text) for number, title, text in found}
 
 
 def unsolved(page: str, solutions: str) -> list[str]:
     """The same numbers and titles in the same order, and nothing between them that is no section"""
-    asked = [f"{number}. {title}" for number, title in exercises(page)]
-    solved = re.findall(r"^##+ (.+)$", solutions, re.M)
+    asked, solved = [*exercises(page)], re.findall(r"^##+ (.+)$", solutions, re.M)
     return [] if asked and asked == solved else [f"{solved} for {asked}"]
 
 
 def checks_left_out(page: str, solutions: str) -> list[str]:
     """An exercise's command of a check stands in its solution."""
-    solved = {key: flat(text) for key, text in sections(solutions).items()}
+    found = re.findall(r"^## (\d+\. .+)\n((?:.*\n)*?)(?=^## |\Z)", solutions, re.M)
+    solved = {title: flat(text) for title, text in found}
     return [
-        f"{key} lacks {command}"
-        for key, text in exercises(page).items()
+        f"{title} lacks {command}"
+        for title, text in exercises(page).items()
         for command in re.findall(r"[Cc]heck(?::|, run) `(.+?)`", text)
-        if f"`{command}`" not in solved.get(key, "")
+        if f"`{command}`" not in solved.get(title, "")
     ]
 
 
-@pytest.mark.parametrize("rule", [unsolved, checks_left_out], ids=lambda rule: rule.__name__)
+# What each rule must find: a pattern in chapter 2's solutions, its replacement, and a complaint.
+ROT = {
+    unsolved: (r"^## 5\.(.*\n)*", "", "for ["),
+    checks_left_out: ("-k planted", "-k bugs", "lacks python -m pytest tests/test_parity.py"),
+}
+
+
+@pytest.mark.parametrize("rule", ROT, ids=lambda rule: rule.__name__)
 def test_exercises_have_solutions(rule):
+    """And the rule finds a planted mistake."""
     for chapter in CHAPTERS:
         assert rule(exercise_page(chapter), solutions_of(chapter)) == [], chapter
+    pattern, new, complaint = ROT[rule]
+    rotten = re.sub(pattern, new, solutions_of("02-ddp"), count=1, flags=re.M)
+    assert complaint in "\n".join(rule(exercise_page("02-ddp"), rotten))
 
 
-@pytest.mark.parametrize(
-    ("rule", "pattern", "new", "complaint"),
-    [
-        (unsolved, r"^## 5\.(.*\n)*", "", "for ["),
-        (checks_left_out, "-k planted", "-k bugs", "lacks python -m pytest tests/test_parity.py"),
-    ],
-)
-def test_rule_finds_a_planted_mistake(rule, pattern, new, complaint):
-    page, solutions = exercise_page("02-ddp"), solutions_of("02-ddp")
-    rotten = re.sub(pattern, new, solutions, count=1, flags=re.M)
-    assert rotten != solutions, "nothing to replace"
-    assert complaint in "\n".join(rule(page, rotten))
-
-
-def test_diffs_apply_and_are_clean(tmp_path):
+def test_diffs_are_shown_apply_and_are_clean(tmp_path):
     diffs = sorted(ROOT.glob("*/solutions/*.diff"))
-    assert len(diffs) >= 7
+    shown = [block for chapter in CHAPTERS for _, block in blocks(solutions_of(chapter), "diff")]
+    assert sorted(shown) == sorted(diff.read_text() for diff in diffs) and len(diffs) >= 7
     for diff in diffs:
         (script,) = re.findall(r"^--- a/(.+)$", diff.read_text(), re.M)
         copy = tmp_path / diff.stem / script

@@ -1,13 +1,13 @@
 """A run that is told to stop saves on all ranks and goes on as if nobody had disturbed it."""
 
+import ctypes
 import functools
 import multiprocessing
 import os
 import signal
-import sys
-import time
 from pathlib import Path
 
+import psutil
 import pytest
 from helpers import (
     CHAPTERS,
@@ -102,6 +102,31 @@ def test_stopped_and_stopped_again(runs, straight, chapter, stops, args):
     assert not (runs.folder / name / "requeue").exists()
 
 
+def replace_the_handler() -> None:
+    """Do what Triton's compiler (LLVM) does in a run's first step: SIGUSR1 has no effect then."""
+    after_steps(1, lambda: ctypes.CDLL(None).signal(USR1, ctypes.c_void_p(int(signal.SIG_IGN))))
+
+
+LOST = [("launch.restore_stop_handlers()", "pass")]
+register(FIRST, LOST)
+
+
+def stop_after_the_compiler(runs: StoppedRuns, name: str, chapter: str | Path) -> None:
+    signals = [(LOG_EVERY + 1, [USR1]), None]
+    options = {"signals_after_steps": signals, "plant": replace_the_handler}
+    statuses = runs.stop(name, chapter, **options)
+    runs.assert_stopped(name, statuses, 2 * LOG_EVERY)
+
+
+def test_a_handler_that_a_compiler_has_replaced_is_set_again(runs):
+    stop_after_the_compiler(runs, "restored", FIRST)
+
+
+def test_planted_handler_that_stays_replaced(runs, tmp_path):
+    with pytest.raises(AssertionError, match=r"^the statuses are"):
+        stop_after_the_compiler(runs, "lost", plant(FIRST, tmp_path / "chapter", LOST))
+
+
 # What is replaced in the script, and the check that must be red.
 BUGS = {
     "no agreement": ("            dist.all_reduce(stop_requests)\n", "", "the statuses are"),
@@ -135,19 +160,14 @@ def signal_the_family() -> None:
 
 
 def send_to_family() -> None:
-    for process in Path("/proc").glob("[0-9]*"):
-        try:
-            parent = int((process / "stat").read_text().rpartition(")")[2].split()[1])
-        except OSError:
-            continue
-        if parent == os.getpid():
-            os.kill(int(process.name), signal.SIGTERM)
-    time.sleep(0.5)  # they are gone
+    children = psutil.Process().children()
+    for process in children:
+        process.terminate()
+    psutil.wait_procs(children, timeout=0.5)  # those that prepare data go on
     os.kill(os.getpid(), signal.SIGTERM)
 
 
 @pytest.mark.ci
-@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
 def test_the_other_processes_of_a_single_rank_are_told_too(runs, tmp_path):
     """wandb's ends at once, and those that prepare data go on until the rank ends them."""
     options = {"ranks": 1, "env": {"WANDB_MODE": "offline", "HOME": tmp_path}}

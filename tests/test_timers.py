@@ -1,6 +1,8 @@
-"""Timers, the arithmetic of MFU, stragglers, and time that a step waits for data."""
+"""Timers, the arithmetic of MFU, traces of ranks, and ranks that are late."""
 
+import json
 import os
+import re
 import socket
 import time
 from collections.abc import Callable
@@ -8,13 +10,16 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import CHAPTERS, first_then_nightly, read_metrics
-from runner import Ranks, finish, start
+from helpers import ROOT, first_then_nightly, read_metrics
+from runner import Ranks, load_script
 from transformers import AutoModelForCausalLM, GPT2LMHeadModel
 
 from common import models, timers
 from common.data import Sequences
 from common.timers import PhaseTimers, flops_per_token, peak_flops
+
+SCRIPT = ROOT / "02-ddp/trace_ranks.py"
+trace_ranks = load_script(SCRIPT)
 
 
 @pytest.mark.check
@@ -26,12 +31,9 @@ def test_phases_add_up(monkeypatch):
         for phase, seconds in (("data", 0.01), ("forward", 0.02), ("update", 0.005)):
             with clock(phase):
                 time.sleep(seconds)
-    with clock("wait"):  # only in the step that is logged
-        time.sleep(0.02)
-    with clock("evaluate"):
-        time.sleep(0.2)
-    with clock("save"):
-        time.sleep(0.2)
+    for phase, seconds in (("wait", 0.02), ("evaluate", 0.2), ("save", 0.2)):  # in one step
+        with clock(phase):
+            time.sleep(seconds)
     times = clock.read(tokens_per_step=1000, world_size=2, token_flops=1e6)
     assert "time/evaluate" not in times and "time/save" not in times
     # sleep() takes at least as long as it says: lower bounds hold on the busiest machine.
@@ -50,48 +52,95 @@ def test_phases_add_up(monkeypatch):
     assert clock.read(1, 1, 1.0)["time/update"] <= elapsed_ms, "it starts anew"
 
 
-@pytest.mark.parametrize(
-    ("preset", "expected"),
-    [
+def test_flops_per_token():
+    for preset, expected in (
         # 124,475,904 parameters: the embedding is also the output layer, so all of them count.
         ("gpt2", 6 * 124_475_904 + 12 * 12 * 12 * 64 * 1024),
         # 8,030,261,248 parameters less an input embedding of 128256 x 4096.
         ("llama-3.1-8b", 6 * (8_030_261_248 - 128_256 * 4096) + 12 * 32 * 32 * 128 * 1024),
-    ],
-)
-def test_flops_per_token(preset, expected):
-    config = models.load_config(preset)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    assert flops_per_token(model, config, seq_length=1024) == expected
+    ):
+        config = models.load_config(preset)
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(config)
+        assert flops_per_token(model, config, seq_length=1024) == expected, preset
 
 
 @pytest.mark.check
 def test_peak_rates(monkeypatch):
-    names = {
-        "NVIDIA H100 80GB HBM3": 989e12,
-        "NVIDIA H200 NVL": 835e12,
-        "NVIDIA GeForce RTX 4090": 165e12,
-        "NVIDIA GeForce RTX 4090 Laptop GPU": None,
-        "NVIDIA H100 80GB HBM3 MIG 1g.10gb": None,
-        "Some other device": None,
-    }
-    for name, expected in names.items():
+    for name, expected in (
+        ("NVIDIA H100 80GB HBM3", 989e12),
+        ("NVIDIA H200 NVL", 835e12),
+        ("NVIDIA GeForce RTX 4090", 165e12),
+        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
+        ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+        ("Some other device", None),
+    ):
         monkeypatch.setattr(timers.torch.cuda, "get_device_name", lambda _, name=name: name)
         assert peak_flops(torch.device("cuda")) == expected
     assert peak_flops(torch.device("cpu")) is None
 
 
-LATE_MS = 1200  # how late rank 1 is in each step, in 3 micro-batches
+# --- traces ---
+
+
+def event(category: str, name: str, start_ms: float, end_ms: float, thread: int = 1) -> dict:
+    """Return an event as torch.profiler writes it."""
+    span = {"ts": 1000 * start_ms, "dur": 1000 * (end_ms - start_ms)}
+    return {"ph": "X", "cat": category, "name": name, "tid": thread, **span}
+
+
+STEPS = [
+    event("user_annotation", "ProfilerStep#12", 0, 100),
+    event("user_annotation", "ProfilerStep#13", 100, 200),
+    event("gpu_user_annotation", "ProfilerStep#12", 0, 170),
+    {"ph": "i", "cat": "cpu_instant_event", "name": "[memory]", "tid": 1, "ts": 1},
+]
+ON_GPU = [
+    event("kernel", "gemm", 0, 50),
+    event("kernel", "gemm on another stream", 30, 60),
+    event("kernel", "short gemm", 35, 40),
+    event("gpu_memcpy", "Memcpy HtoD", 85, 88),
+    event("kernel", "gemm", 100, 200),
+    event("kernel", "ncclDevKernel_AllReduce_Sum_f32_RING_LL", 40, 80),
+    event("kernel", "ncclDevKernel_AllReduce_Sum_f32_RING_LL", 70, 90),
+    event("kernel", "ncclDevKernel_AllGather_RING_LL", 150, 160),
+    event("gpu_user_annotation", "nccl:all_reduce", 40, 99),
+    event("cpu_op", "aten::mm", 60, 99),
+]
+ON_CPU = [
+    event("cpu_op", "aten::linear", 0, 60),
+    event("cpu_op", "aten::addmm", 10, 50),
+    event("cpu_op", "autograd::engine::evaluate_function: MmBackward0", 60, 99),
+    event("cpu_op", "aten::mm", 85, 88),
+    event("cpu_op", "aten::mm", 100, 200),
+    event("user_annotation", "gloo:all_reduce", 40, 80, thread=2),
+    event("user_annotation", "gloo:all_reduce", 70, 90, thread=3),
+    event("user_annotation", "gloo:all_gather", 150, 160, thread=2),
+    event("cpu_op", "aten::copy_", 60, 70, thread=2),  # a part of the collective
+]
+
+
+@pytest.mark.check
+def test_exposed_communication_of_made_up_traces():
+    """Two steps: 163 ms of computation, 60 ms of communication, of which 27 ms are exposed."""
+    expected = {"step": 100, "computation": 81.5, "communication": 30, "exposed": 13.5}
+    assert trace_ranks.measure(STEPS + ON_GPU, on_gpu=True) == pytest.approx(expected)
+    assert trace_ranks.measure(STEPS + ON_CPU, on_gpu=False) == pytest.approx(expected)
+    assert trace_ranks.measure(STEPS + ON_CPU[:5], on_gpu=False)["exposed"] == 0
+
+
+# --- late ranks ---
+
+LATE_MS = 1200  # how late a rank is in each step, in 3 micro-batches
 WORDS = ("-s", 32, "--global-batch-size", 12, "-b", 2, "--max-steps", 6, "--log-freq", 3)
 
 
 def be_late() -> None:
-    if os.environ["RANK"] == os.environ.get("LATE_RANK", "1"):
+    if os.environ["RANK"] == os.environ["LATE_RANK"]:
         time.sleep(LATE_MS / 3 / 1000)
 
 
-def make_rank_1_late() -> None:
+def make_forward_late() -> None:
     forward = GPT2LMHeadModel.forward
 
     def late_forward(self, *args: object, **options: object):
@@ -113,56 +162,66 @@ def make_data_late() -> None:
     Sequences.__getitems__ = late
 
 
-def run_late(corpus: Path, folder: Path, late: Callable, *args: object, rank: int = 1) -> tuple:
-    """Return the last line of metrics, of steps 4 to 6, and what rank 0 said."""
-    files = [str(folder / f"stderr-{rank}") for rank in range(2)]
-    options = {"chapter": CHAPTERS[2], "stderr_file": files, "plant": late}
-    arguments = ["-d", corpus, *WORDS, "--save-dir", folder, "-e", "run", *args]
-    assert Ranks(2, arguments, env={"LATE_RANK": rank}, **options).finish() == [0, 0]
-    return read_metrics(folder / "run")[-1], Path(files[0]).read_text()
+def run_late(
+    rank: int, late: Callable, chapter: str, corpus: Path, folder: Path, *args: object
+) -> tuple[dict, str, str]:
+    """Trace steps 3 to 5; return the metrics of steps 4 to 6, and what rank 0 logged and printed.
+
+    rank: the one of two that is late.
+    """
+    out, err = ([str(folder / f"{name}-{n}") for n in range(2)] for name in ("out", "err"))
+    words = ["--skip-steps", 2, "--output", folder, ROOT / chapter / "train_llm.py", "-d", corpus]
+    words += [*WORDS, "--save-dir", folder, "-e", "run", *args]
+    options = {"script": str(SCRIPT), "plant": late, "env": {"LATE_RANK": rank}}
+    assert Ranks(2, words, stdout_file=out, stderr_file=err, **options).finish() == [0, 0]
+    return read_metrics(folder / "run")[-1], Path(err[0]).read_text(), Path(out[0]).read_text()
 
 
-@pytest.mark.parametrize("late", first_then_nightly([make_data_late, make_rank_1_late]))
+def assert_traced(printed: str, folder: Path) -> None:
+    """Rank 1 is late, and the table is that of the traces, whose steps have all phases."""
+    assert "Rank 1 arrives last" in printed
+    columns = ["step", "computation", "communication", "exposed"]
+    header, *rows = re.findall(r"^rank .*|^ +\d+(?: +[\d.]+){4}$", printed, re.MULTILINE)
+    assert header.split() == ["rank", *columns] and len(rows) == 2
+    for rank, row in enumerate(rows):
+        events = json.loads((folder / f"rank{rank}.json").read_text())["traceEvents"]
+        times = trace_ranks.measure(events, on_gpu=False)
+        shown = [float(number) for number in row.split()]  # with one decimal
+        assert shown == pytest.approx([rank, *(times[name] for name in columns)], abs=0.051)
+        assert 0 < times["exposed"] <= times["communication"] < times["step"]
+        assert 0 < times["computation"] < times["step"]
+        assert rank == 1 or times["exposed"] > LATE_MS / 2
+        names = [each["name"] for each in events]
+        assert sum(name.startswith("ProfilerStep#") for name in names) == 3
+        assert [names.count(phase) for phase in ("forward", "backward", "update")] == [9, 9, 3]
+
+
+@pytest.mark.parametrize("late", first_then_nightly([make_data_late, make_forward_late]))
 def test_a_late_rank_is_named(late, corpus, tmp_path):
-    metrics, said = run_late(corpus, tmp_path, late)
+    """In the metrics and the log, and by trace_ranks.py."""
+    metrics, said, printed = run_late(1, late, "03-multi-node", corpus, tmp_path)
     assert "2 sequences x world size 2 x accumulation 3" in said
     wait, host = metrics["time/wait_max"], socket.gethostname()
     assert wait > LATE_MS / 2
     assert (metrics["slowest_rank"], metrics["slowest_host"]) == (1, host)
     assert metrics["time/wait"] == wait, "rank 0 waits longest, and is the one that is timed"
     assert f" | waited up to {wait:.1f} ms for rank 1 on {host}\n" in said
+    assert_traced(printed, tmp_path)
+
+
+@pytest.mark.nightly
+def test_traces_of_chapter_4(corpus, tmp_path):
+    _, _, printed = run_late(1, make_forward_late, "04-fsdp", corpus, tmp_path)
+    assert_traced(printed, tmp_path)
+    # All layers are gathered for each of 9 micro-batches.
+    assert (tmp_path / "rank0.json").read_text().count('"gloo:all_gather"') > 18
 
 
 @pytest.mark.ci
 def test_a_late_rank_0_is_named(corpus, tmp_path):
     """Llama has buffers. DDP would wait for those of rank 0 at the start of the forward pass."""
     args = ("-m", "llama-tiny", "-b", 6)
-    metrics, _ = run_late(corpus, tmp_path, make_data_late, *args, rank=0)
+    metrics, _, _ = run_late(0, make_data_late, "03-multi-node", corpus, tmp_path, *args)
     assert metrics["time/wait_max"] > LATE_MS / 3 / 2, "the wait is not seen"
     assert metrics["slowest_rank"] == 0
-
-
-# --- waiting for data ---
-
-ITEM_MS, SEQUENCES = 20, 6
-
-
-def make_items_slow() -> None:
-    """Every sequence takes its time, as from a disk that is far away; sleeping costs no core."""
-    getitems = Sequences.__getitems__
-
-    def slow_getitems(self: Sequences, indices: list[int]) -> list[dict[str, torch.Tensor]]:
-        if torch.is_grad_enabled():  # not in the evaluation
-            time.sleep(ITEM_MS / 1000 * len(indices))
-        return getitems(self, indices)
-
-    Sequences.__getitems__ = slow_getitems
-
-
-@pytest.mark.ci
-def test_slow_items_are_seen(corpus, tmp_path):
-    arguments = ["-d", corpus, "-s", 32, "--global-batch-size", SEQUENCES, "-b", SEQUENCES]
-    arguments += ["--max-steps", 4, "--log-freq", 2, "--save-dir", tmp_path, "-e", "run"]
-    assert finish(start(arguments, plant=make_items_slow)) == 0
-    for line in read_metrics(tmp_path / "run"):  # sleep() takes at least as long as it says
-        assert line["time/total"] > line["time/data"] >= ITEM_MS * SEQUENCES
+    assert metrics["time/total"] > metrics["time/data"] >= LATE_MS / 3

@@ -1,17 +1,15 @@
-"""Tokenizers of three kinds: what they know, what is reported of them, and training with them."""
+"""Tokenizers of three kinds: what they know, what is reported of them, and models for them."""
 
 import json
-import math
 import random
 import re
 import shutil
-import sys
 from collections import Counter
-from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 
 import pytest
-from helpers import ROOT, listing
+from helpers import ROOT
 from runner import load_script
 
 from common import models
@@ -19,43 +17,20 @@ from common.cli import RunError
 from common.documents import is_held_out
 
 SCRIPT = ROOT / "01-single-gpu/train_tokenizer.py"
-KINDS = ("bpe", "word", "character")
-
-
-def draw_texts(count: int) -> list[str]:
-    rng = random.Random(0)
-    words = [f"word{n}" for n in range(300)]
-    weights = [1 / (n + 1) for n in range(300)]
-    return [
-        "def "
-        + "".join(f"{w}{rng.choice(' ,.(')} " for w in rng.choices(words, weights, k=80))
-        + f"\n\n    return\t{n}\n"
-        for n in range(count)
-    ]
 
 
 @pytest.fixture(scope="module")
 def corpus(make_folder) -> Path:
     """Return a JSON array of 200 documents."""
+    rng, texts = random.Random(0), []
+    words = [f"word{n}" for n in range(300)]
+    weights = [1 / (n + 1) for n in range(300)]
+    for n in range(200):
+        drawn = (f"{w}{rng.choice(' ,.(')} " for w in rng.choices(words, weights, k=80))
+        texts.append(f"def {''.join(drawn)}\n\n    return\t{n}\n")
     path = make_folder("corpus") / "texts.json"
-    path.write_text(json.dumps(draw_texts(200)))
+    path.write_text(json.dumps(texts))
     return path
-
-
-@pytest.fixture
-def make(monkeypatch, capfd, tmp_path):
-    """Return a function that runs the script and returns what it printed."""
-
-    def run(*args: object, target: str = "tokenizer", plant=lambda script: None) -> str:
-        script = load_script(SCRIPT)
-        plant(script)
-        argv = ["train_tokenizer.py", tmp_path / target, *args]
-        monkeypatch.setattr(sys, "argv", [str(arg) for arg in argv])
-        capfd.readouterr()
-        script.main()
-        return capfd.readouterr().out
-
-    return run
 
 
 def split(corpus: Path) -> tuple[list[str], list[str]]:
@@ -69,10 +44,10 @@ def split(corpus: Path) -> tuple[list[str], list[str]]:
 # --- what they know ---
 
 
-def test_texts_come_back(make, corpus, tmp_path):
+def test_texts_come_back(run_main, corpus, tmp_path):
     """All that the vocabulary knows, with its spaces, tabs and newlines; of bytes, every text."""
-    for kind in KINDS:
-        make("-d", corpus, "--kind", kind, "--min-frequency", 1, target=kind)
+    for kind in ("bpe", "word", "character"):
+        run_main(SCRIPT, tmp_path / kind, "-d", corpus, "--kind", kind, "--min-frequency", 1)
         tokenizer = models.load_tokenizer(str(tmp_path / kind))
         train, held_out = split(corpus)
         texts = train if kind == "word" else [*train, *held_out]
@@ -97,18 +72,15 @@ def test_scripts_without_spaces_are_split_into_characters():
 PIECES = {"word": r" ?\w+| ?[^\w\s]|\n+| +|\s", "character": r"[\s\S]"}
 
 
-def expected_vocabulary(kind: str, texts: list[str], size: int, least: int) -> list[str]:
-    """Return the most frequent pieces, counted by hand."""
-    counts = Counter(piece for text in texts for piece in re.findall(PIECES[kind], text))
-    kept = sorted((-count, piece) for piece, count in counts.items() if count >= least)
-    return [piece for _, piece in kept][: size - 2]
-
-
 @pytest.mark.parametrize(("kind", "size", "least"), [("word", 150, 2), ("character", 18, 5)])
-def test_report_is_what_one_counts_by_hand(make, corpus, tmp_path, kind, size, least):
+def test_report_is_what_one_counts_by_hand(run_main, corpus, tmp_path, kind, size, least):
+    """The vocabulary has the most frequent pieces."""
     train, held_out = split(corpus)
-    said = make("-d", corpus, "--kind", kind, "--vocab-size", size, "--min-frequency", least)
-    vocabulary = expected_vocabulary(kind, train, size, least)
+    args = ("-d", corpus, "--kind", kind, "--vocab-size", size, "--min-frequency", least)
+    said, _ = run_main(SCRIPT, tmp_path / "tokenizer", *args)
+    counts = Counter(piece for text in train for piece in re.findall(PIECES[kind], text))
+    kept = sorted((-count, piece) for piece, count in counts.items() if count >= least)
+    vocabulary = [piece for _, piece in kept][: size - 2]
     tokenizer = models.load_tokenizer(str(tmp_path / "tokenizer"))
     assert tokenizer.convert_ids_to_tokens(range(2, len(tokenizer))) == vocabulary
     pieces = [piece for text in held_out for piece in re.findall(PIECES[kind], text)]
@@ -125,41 +97,23 @@ def test_report_is_what_one_counts_by_hand(make, corpus, tmp_path, kind, size, l
 
 def train_on_all(script) -> None:
     read = script.read_documents
-
-    def leak(documents: object, held_out: bool) -> Iterator[str]:
-        yield from read(documents, held_out=True)
-        if not held_out:
-            yield from read(documents, held_out=False)
-
-    script.read_documents = leak
+    script.read_documents = lambda rows, held_out: chain(read(rows, False), read(rows, True))
 
 
-def test_it_learns_from_the_training_part_alone(make, tmp_path):
+def test_it_learns_from_the_training_part_alone(run_main, tmp_path):
     """The planted bug learns the word that only texts for evaluation have."""
     texts = [f"text {n}" + " word" * 9 for n in range(200)]
     held_out = [t for t in (f"secret {n} secret" for n in range(200)) if is_held_out(t)]
     (tmp_path / "corpus.json").write_text(json.dumps([*texts, *held_out]))
     for name, plant in (("right", lambda script: None), ("leak", train_on_all)):
         args = ("-d", tmp_path / "corpus.json", "--kind", "word", "--min-frequency", 1)
-        make(*args, target=name, plant=plant)
+        run_main(SCRIPT, tmp_path / name, *args, plant=plant)
         vocabulary = models.load_tokenizer(str(tmp_path / name)).get_vocab()
         assert ("secret" in vocabulary) == (name == "leak")
         assert " word" in vocabulary
 
 
-# --- training with them ---
-
-
-def test_chapter_1_trains_with_it(make, corpus, train, tmp_path):
-    """The rows of the embedding fit the tokenizer."""
-    make("-d", corpus, "--kind", "character")
-    rows = -(-len(models.load_tokenizer(str(tmp_path / "tokenizer"))) // 64) * 64
-    assert rows < 256
-    args = ["-d", corpus, "-s", 32, "--global-batch-size", 6, "--max-steps", 6]
-    metrics = train(*args, "--log-freq", 1, "--tokenizer-name", tmp_path / "tokenizer")
-    # Weights this small make all tokens about equally likely at first.
-    assert metrics[0]["loss"] == pytest.approx(math.log(rows), rel=0.1)
-    assert metrics[-1]["loss"] < metrics[0]["loss"]
+# --- models for them ---
 
 
 def many_characters(count: int):
@@ -195,18 +149,14 @@ def test_a_preset_takes_size_and_end_of_text_of_the_tokenizer(tmp_path):
 
 
 @pytest.mark.check
-def test_bad_input(corpus, make, tmp_path):
-    """Nothing is written, nothing lost; the data is refused as it is for a training."""
+def test_bad_input(corpus, refuse, tmp_path):
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine/thesis.txt").write_text("the only copy")
     (tmp_path / "short.json").write_text('["too short"]')
-    before = listing(tmp_path)
     for target, args, expected in (
         ("mine", ("-d", corpus), "mine already exists"),
         ("mine/thesis.txt/tokenizer", ("-d", corpus), "Not a directory"),
         ("new", ("-d", corpus, "--vocab-size", 256), "--vocab-size 256 is too small"),
-        ("new", ("-d", tmp_path / "short.json"), "The evaluation part of .* is empty: give more"),
+        ("new", ("-d", tmp_path / "short.json"), "short.json is empty: give more text."),
     ):
-        with pytest.raises(RunError, match=expected):
-            make(*args, target=target)
-        assert listing(tmp_path) == before
+        assert expected in refuse(SCRIPT, tmp_path / target, *args)

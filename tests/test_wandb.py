@@ -4,7 +4,6 @@ import json
 import os
 import shutil
 import socket
-from pathlib import Path
 from unittest import mock
 
 import pytest
@@ -78,23 +77,20 @@ def test_a_login_goes_online(started, monkeypatch, tmp_path, variable, logged_in
     monkeypatch.setattr(wandb, "login", lambda **_: logged_in)
     if not variable:
         monkeypatch.delenv("WANDB_MODE")
-    Tracker(new_folder(tmp_path), CONFIG, 0).finish()
+    Tracker(tmp_path, CONFIG, 0).finish()
     assert started[0].options["mode"] == mode
-
-
-def new_folder(save_dir: Path) -> Path:
-    (save_dir / "a-run").mkdir()
-    return save_dir / "a-run"
 
 
 @pytest.mark.check
 def test_a_folder_keeps_its_wandb_runs_and_a_new_one_with_its_name_has_others(started, tmp_path):
-    for run_dir in (new_folder(tmp_path), tmp_path / "a-run"):
-        Tracker(run_dir, CONFIG, 0).finish()
+    (tmp_path / "a-run").mkdir()
+    for _ in range(2):
+        Tracker(tmp_path / "a-run", CONFIG, 0).finish()
         with mock.patch.object(tracker, "rank_and_world_size", lambda: (8, 16)):
-            Tracker(run_dir, CONFIG, 0, node="host2").finish()
+            Tracker(tmp_path / "a-run", CONFIG, 0, node="host2").finish()
     shutil.rmtree(tmp_path / "a-run")
-    Tracker(new_folder(tmp_path), CONFIG, 0).finish()
+    (tmp_path / "a-run").mkdir()
+    Tracker(tmp_path / "a-run", CONFIG, 0).finish()
     first, other_node, resumed, other_resumed, renewed = (run.options["id"] for run in started)
     assert (first, other_node) == (resumed, other_resumed)
     assert len({first, other_node, renewed}) == 3
@@ -122,8 +118,7 @@ def test_a_login_without_a_network_goes_on_offline(corpus, tmp_path):
 
 def be_on_a_node_of_its_own() -> None:
     """Each rank is the first, and only, process of another machine."""
-    host = f"host{int(os.environ['RANK']) + 1}"
-    socket.gethostname = lambda: host
+    socket.gethostname = lambda: f"host{int(os.environ['RANK']) + 1}"
     wandb.init = Recorded
 
 

@@ -14,16 +14,16 @@ from runner import finish, load_script, start
 SCRIPT = "03-multi-node/tools/watch_gpus.py"
 watch_gpus = load_script(ROOT / SCRIPT)
 
-# What nvidia-smi prints for a node of 8 H100: name, % busy, W, limit in W, MiB used, MiB in all.
-TRAINING = [
-    f"NVIDIA H100 80GB HBM3, {97 + n % 3}, {640 + n}.25, 700.00, {71000 + n}, 81559"
-    for n in range(8)
-]
-IDLE = [re.sub(r", \d+, [\d.]+, 700", ", 0, 71.40, 700", line) for line in TRAINING]
+
+def readings(busy: object, watts: float) -> list[str]:
+    """Return what nvidia-smi prints for 8 H100: name, % busy, W, limit in W, MiB used, in all."""
+    gpu = f"NVIDIA H100 80GB HBM3, {busy}, {watts}, 700.00"
+    return [f"{gpu}, {71000 + n}, 81559" for n in range(8)]
+
+
+TRAINING, IDLE, MIG = readings(99, 640.25), readings(0, 71.4), readings("[N/A]", 118.09)
 # In a collective that waits for GPU 3: all others at 100% and 118 W.
-WAITING = [re.sub(r", \d+, [\d.]+, 700", ", 100, 118.09, 700", line) for line in TRAINING]
-WAITING[3] = IDLE[3]
-MIG = [re.sub(r", \d+, [\d.]+, 700", ", [N/A], 118.09, 700", line) for line in TRAINING]
+WAITING = [*readings(100, 118.09)[:3], IDLE[3], *readings(100, 118.09)[4:]]
 
 
 def fake_ssh(folder: Path, **nodes: list[str]) -> dict[str, str]:
@@ -47,13 +47,11 @@ def test_a_row_for_each_node(tmp_path):
     done = run_script(SCRIPT, *nodes, "--once", "--timeout", 2, **env)
     assert done.returncode == 1
     name, memory = "8 x NVIDIA H100 80GB HBM3", "71000-71007 of 81559"
+    waits = "busy near idle power for 0 s: GPU 0 1 2 4 5 6 7"
     assert [re.split(" {2,}", line) for line in done.stdout.splitlines()] == [
         ["node", "GPUs", "utilization, %", "power, W", "memory, MiB"],
-        ["node1", name, "97-99", "640-647 of 700", memory],
-        [
-            *("node2", name, "0-100", "71-118 of 700", memory),
-            "busy near idle power for 0 s: GPU 0 1 2 4 5 6 7",
-        ],
+        ["node1", name, "99", "640 of 700", memory],
+        ["node2", name, "0-100", "71-118 of 700", memory, waits],
         ["node3", name, "0", "71 of 700", memory],
         ["node4", name, "?", "118 of 700", memory],
         ["refused", "none", "Permission denied (publickey)."],

@@ -6,7 +6,7 @@ python tests/benchmarks/baseline.py -m gpt2 -s 1024 -b 64 --global-batch-size 64
 The model is handwritten.py's, in plain PyTorch modules: matmuls in bfloat16 by autocast, fused
 AdamW, clipped gradients, random tokens in pinned memory, on one device. The step has no timers, no
 schedule, no evaluation and no checkpoint. The clock is read where a chapter logs, after the device
-is done. The same lines go to the same metrics.jsonl, so throughput.py can treat it as a chapter.
+is done. The same lines go to the same metrics.jsonl, so two_gpus.py can treat it as a chapter.
 """
 
 import argparse
@@ -35,10 +35,8 @@ def get_args() -> argparse.Namespace:
     add("-s", "--seq-length", default=1024, type=at_least(2), help="tokens")
     add("-m", "--model-name", default="gpt2", help="preset or folder, of GPT-2's kind")
     add("--compile", action="store_true", help="fuse kernels with torch.compile")
-    add("--precision", choices=["bf16", "tf32"], default="bf16", help="of the matmuls")
     add("-b", "--batch-size", default=64, type=at_least(1), help="sequences per device at once")
     add("--global-batch-size", default=64, type=at_least(1), help="sequences per step")
-    add("--lr", default=3e-4, type=at_least(0.0), help="learning rate")
     add("--max-steps", default=40, type=at_least(2), help="steps in all")
     add("--log-freq", default=5, type=at_least(1), help="steps between log lines")
     return parser.parse_args()
@@ -57,10 +55,8 @@ class Loop:
         if args.compile:
             self.model.compile()
         betas = {"betas": (0.8, 0.95), "weight_decay": 0.1}  # the chapters'
-        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=args.lr, fused=True, **betas)
-        self.autocast = torch.autocast(
-            device.type, dtype=torch.bfloat16, enabled=args.precision == "bf16"
-        )
+        self.optimizer = torch.optim.AdamW(self.model.parameters(), lr=3e-4, fused=True, **betas)
+        self.autocast = torch.autocast(device.type, dtype=torch.bfloat16)
         shape = (BATCHES, args.batch_size, args.seq_length)
         self.batches = torch.randint(config.vocab_size, shape)
         if device.type == "cuda":

@@ -17,7 +17,6 @@ FIGURES = {
     "04-fsdp/figures/measured_memory.svg": charts.measured_memory,
     "05-mixed-precision/figures/a_model.svg": charts.model,
     "05-mixed-precision/figures/ladder.svg": charts.ladder,
-    "05-mixed-precision/figures/zigzag.svg": charts.zigzag,
 }
 
 
@@ -26,12 +25,13 @@ def draw_all() -> dict[Path, str]:
     return {Path(file): draw() for file, draw in FIGURES.items()}
 
 
-def stale(drawn: dict[Path, str], root: Path = REPOSITORY) -> list[Path]:
-    """Return the files below `root` that differ from the figures, or do not exist."""
+def stale(drawn: dict[Path, str]) -> list[Path]:
+    """Return the files that differ from the figures, or do not exist."""
     return [
         path
         for path, content in drawn.items()
-        if not (root / path).exists() or (root / path).read_text(encoding="utf-8") != content
+        if not (REPOSITORY / path).exists()
+        or (REPOSITORY / path).read_text(encoding="utf-8") != content
     ]
 
 

@@ -41,8 +41,8 @@ from pathlib import Path
 import numpy as np
 import psutil
 import torch
-from fsdp import saved_model
 from machine import describe_machine, file_name, visible_gpus
+from transformers import AutoConfig, AutoModelForCausalLM
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PRESETS = REPOSITORY / "common/presets"
@@ -130,7 +130,15 @@ class Benchmark:
 
     def llama_model(self) -> str:
         """Return arguments for the 8B model; the first call draws its weights."""
-        folder = saved_model(PRESETS / self.args.llama, self.folder / self.args.llama)
+        folder = self.folder / self.args.llama
+        if not list(folder.glob("*.safetensors")):
+            # On a GPU, this takes seconds.
+            with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+                config = AutoConfig.from_pretrained(PRESETS / self.args.llama)
+                model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+            model.save_pretrained(folder, max_shard_size="4GB")
+            del model
+            torch.cuda.empty_cache()
         return f"-m {folder} --pretrained --tokenizer-name gpt2-tiny --lr 1e-5"
 
     def nanogpt(self, label: str, gpus: int, micro_batches: int = 1) -> list[dict]:
@@ -238,9 +246,12 @@ class Benchmark:
                     row["failed"] = [log.read_text()[-3000:] for log in logs]
                     waiting.remove(row)
 
+    def wanted(self, row: dict) -> bool:
+        return fnmatch.fnmatchcase(row["label"], self.args.only)
+
     def measure(self, rows: list[dict], steps: int, warm_up: int, share_gpus: bool = False) -> None:
         """Run rows, side by side if there are GPUs for it; report the medians after the warm-up."""
-        rows = [row for row in rows if fnmatch.fnmatchcase(row["label"], self.args.only)]
+        rows = [row for row in rows if self.wanted(row)]
         while rows and self.seconds() < self.args.seconds:
             group: list[dict] = []
             for row in rows:

@@ -25,19 +25,21 @@ STATES = ("weights", "gradients", "moments")
 # --- result files ---
 
 
-def content(path: Path, key: str = "results") -> object:
+def path_of(source: str) -> str:
+    """Return the path of a source of a table: a path, or the name of a result file."""
+    return source if "/" in source else f"{RESULTS}/{source}.json"
+
+
+def read(source: str, key: str = "results") -> object:
     """Return the results of a result file, the lines of a metrics file, the text of another.
 
     key: what to return of a JSON file.
     """
+    path = REPOSITORY / path_of(source)
     text = path.read_text()
     if path.suffix == ".jsonl":
         return [json.loads(line) for line in text.splitlines()]
     return json.loads(text)[key] if path.suffix == ".json" else text
-
-
-def result(name: str) -> str:
-    return f"{RESULTS}/{name}.json"
 
 
 def measured_runs(row: dict) -> list[dict]:
@@ -46,20 +48,11 @@ def measured_runs(row: dict) -> list[dict]:
 
 
 def measured_peak(row: dict) -> float | None:
-    """Return the peak GiB of a row of fsdp.py, of a search that of the largest that trained."""
+    """Return the peak GiB of a row, of a search that of the largest that trained."""
     if "tries" in row:
         tries = {each["blocks"]: each.get("peak_mem_gib") for each in row["tries"]}
         return tries.get(row.get("blocks"))
     return median(values_of_runs(row, "peak_mem_gib"))
-
-
-def path_of(source: str) -> str:
-    """Return the path of a source of a table: a path, or the name of a result file."""
-    return source if "/" in source else result(source)
-
-
-def read(source: str, *key: str) -> object:
-    return content(REPOSITORY / path_of(source), *key)
 
 
 # --- tables and pages ---
@@ -70,10 +63,6 @@ class Table:
     name: str
     template: jinja2.Template
 
-    def lines(self, read: Callable) -> list[str]:
-        """Return the table in Markdown; read(source) returns the content of a source."""
-        return self.template.render(name=self.name, read=read).strip().splitlines()
-
     def made(self) -> tuple[list[str], list[str]]:
         """Return the table's lines, and the paths of the files that it is made from."""
         paths = []
@@ -82,7 +71,8 @@ class Table:
             paths.append(path_of(source))
             return read(source, *key)
 
-        return self.lines(noted), sorted({*paths})
+        lines = self.template.render(name=self.name, read=noted).strip().splitlines()
+        return lines, sorted({*paths})
 
     @property
     def sources(self) -> list[str]:
@@ -148,6 +138,15 @@ def losses(metrics: list[dict]) -> dict[int, float]:
     return {line["step"]: line["loss"] for line in metrics if "loss" in line}
 
 
+def with_minutes(metrics: list[dict]) -> Iterable[dict]:
+    """Return the lines of metrics.jsonl, with the minutes that all steps so far took."""
+    minutes, step = 0.0, 0
+    for line in metrics:
+        minutes += line["time/total"] / 60000 * (line["step"] - step)
+        step = line["step"]
+        yield {**line, "minutes": minutes}
+
+
 def bits_per_byte(log: str) -> float:
     """Return the bits per byte of the last evaluation in a training log."""
     return float(re.findall(r"([\d.]+) bits/byte", log)[-1])
@@ -166,7 +165,7 @@ def state_gib(found: dict, rank: Callable = max) -> str:
 
 
 def beside_predictions(found: dict, predictions: dict) -> Iterable[dict]:
-    """Return the rows of a file of fsdp.py that ran or ran out of memory, and what was expected."""
+    """Return the rows of a file that ran or ran out of memory, and what was expected."""
     for row in found["rows"]:
         expected = predictions.get(row["label"], {})  # peak_gib, parameters
         peak, peak_gib = measured_peak(row), expected.get("peak_gib")
@@ -246,8 +245,16 @@ def read_templates() -> dict[str, Table]:
     )
     environment.filters |= {"f": shown, "runs": values_of_runs, "median": median}
     environment.filters["gib"] = lambda size: size / GIB
-    functions = (script, diffstat, losses, bits_per_byte, largest_difference, state_gib)
-    functions += (beside_predictions, measured_peak, searches, two_nodes, around_saves, min)
+    functions = (script, diffstat, losses, with_minutes, bits_per_byte, largest_difference)
+    functions += (
+        state_gib,
+        beside_predictions,
+        measured_peak,
+        searches,
+        two_nodes,
+        around_saves,
+        min,
+    )
     environment.globals |= {function.__name__: function for function in functions}
     text = Path(__file__).with_name("tables.jinja").read_text()
     templates = re.findall(r"^## (.+)\n((?:(?!## ).*\n)*)", text, re.MULTILINE)

@@ -152,7 +152,7 @@ class Benchmark(many_gpus.Benchmark):
         sync = "ddp_model.require_backward_grad_sync = "
         always = self.replaced("always", ddp, f"{sync}last_backward", f"{sync}True")
         prefetch = self.replaced("prefetch", MIXED, SHARDED, SHARDED + PREFETCH)
-        models = {"GPT-2": (self.args.gpt2, 32)}
+        models = {"GPT-2": (self.args.gpt2, self.args.batch_size)}
         models["Llama 1B"] = (f"{self.model_of('llama-1b', LLAMA_1B)} -s 2048 --compile", 4)
         full, selective = (f"--activation-checkpointing {k}" for k in ("full", "selective"))
         for model, (args, batch) in models.items():
@@ -284,6 +284,8 @@ class Benchmark(many_gpus.Benchmark):
             ("rank 1 hangs", signal.SIGSTOP),
         ):
             row = self.row(label, diff, n, saves, found=[], **restarts)
+            if not self.wanted(row):
+                continue
             self.start(row)
             self.watch([row], lambda row: row["seen"][-1][1] >= 25)
             for _ in range(3 if number == signal.SIGKILL else 1):
@@ -294,7 +296,7 @@ class Benchmark(many_gpus.Benchmark):
             stop([row])
         for label in ("a signal during a step", "a signal during a save"):
             row = self.row(label, diff, n, f"{gpt2} --ckpt-freq 10", found=[])
-            for _ in range(3):
+            for _ in range(3 if self.wanted(row) else 0):
                 row.pop("seen", None)
                 self.start(row)
                 self.watch([row], lambda row: row["seen"][-1][1] >= 15)
@@ -336,7 +338,7 @@ def main() -> None:
     add("--seconds", type=float, default=540, help="start no run after this many seconds")
     add("--limit", type=float, default=150, help="seconds that one run may take")
     add("--gpt2", default="-m gpt2 -s 1024 --compile --lr 3e-4", help="arguments for GPT-2")
-    add("--batch-size", type=int, default=64, help="sequences per GPU for part single")
+    add("--batch-size", type=int, default=64, help="sequences per GPU for GPT-2")
     add("--llama", default="llama-3.1-8b", help="preset of the large model, for part load")
     add("--nanogpt", type=Path, help="path of build-nanogpt's train_gpt2.py")
     add("--tiny", action="store_true", help="small models, to try this file without GPUs")

@@ -27,7 +27,7 @@ AXIS = 72  # width of the labels of the axis of `stacked`
 
 def rows_of(name: str) -> dict[str, dict[str, float]]:
     """Return the medians of a result file's rows that finished, by label."""
-    rows = report.content(report.REPOSITORY / report.result(name))["rows"]
+    rows = report.read(name)["rows"]
     return {row["label"]: medians(row) for row in rows if report.measured_runs(row)}
 
 
@@ -135,7 +135,7 @@ def stacked(
 
 def measured_memory() -> str:
     """Return the memory over a step of GPT-2 124M on two GPUs, with DDP and with FSDP."""
-    results = report.content(report.REPOSITORY / report.result("memory_timeline_gpu"))
+    results = report.read("memory_timeline_gpu")
     fills = {"allocated between steps": "blue", "allocated within the step": "orange"}
     height, left = 230, LEFT + AXIS
     out = heading("Measured: FSDP saves model state, not activations")
@@ -206,59 +206,40 @@ def ladder() -> str:
 
 
 def model() -> str:
-    """Return the bits per byte on held-out text of the trained model, by minutes since launch."""
-    found = report.content(report.REPOSITORY / report.result("model"))
-    points = [(e["seconds"] / 60, e["bits_per_byte"]) for e in found["lines"] if "eval_loss" in e]
-    left, top, bottom, most, least, minutes = LEFT + 50, 92.0, 372.0, 1.8, 0.8, 14
+    """Return the losses of the trained model, and its bits per byte, by minutes of training."""
+    lines = list(report.with_minutes(report.read(report.read("model")["metrics"])))
+    evaluated = [line for line in lines if "eval_loss" in line]
+    left, top, bottom, most, least, minutes = LEFT + 36, 92.0, 372.0, 5, 1, 12
 
-    def place(minute: float, bits: float) -> tuple[float, float]:
-        y = bottom - (bits - least) / (most - least) * (bottom - top)
-        return left + minute / minutes * (RIGHT - left), y
+    def place(line: dict, key: str) -> tuple[float, float]:
+        y = bottom - (line[key] - least) / (most - least) * (bottom - top)
+        return left + line["minutes"] / minutes * (RIGHT - left), y
 
-    out = heading(
-        f"Held-out text: {points[-1][1]:.2f} bits per byte after {points[-1][0]:.0f} minutes"
-    )
-    out += lines_of_text(LEFT, 66, ["bits per byte"], SMALL, "soft")
-    for tick in (0.8, 1.0, 1.2, 1.4, 1.6, 1.8):
-        y = place(0, tick)[1]
-        out.append(line(left, y, RIGHT, y, "softline thin"))
-        out.append(text(left - 8, y + 6, f"{tick:.1f}", SMALL, "end"))
+    last = evaluated[-1]
+    says = f"{last['bits_per_byte']:.2f} bits per byte after {last['minutes']:.0f} minutes"
+    out = heading(f"Held-out text: {says}")
+    out += lines_of_text(LEFT, 66, ["loss, in nats per token"], SMALL, "soft")
+    for tick in range(least, most + 1):
+        x, y = place({"minutes": 0, "loss": tick}, "loss")
+        out.append(line(x, y, RIGHT, y, "softline thin"))
+        out.append(text(x - 8, y + 6, str(tick), SMALL, "end"))
     for minute in range(0, minutes + 1, 2):
-        out.append(text(place(minute, least)[0], bottom + 24, str(minute), SMALL, "middle"))
-    places = [place(*point) for point in points]
-    out.append(path("M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in places), "line"))
-    out += [rect(x - 4, y - 4, 8, 8, "green edge") for x, y in places]
-    for number in (0, 3, len(points) - 1):
-        (x, y), (_, bits) = places[number], points[number]
-        out.append(text(x, y - 14, f"{bits:.3f}", NORMAL, "middle bold"))
-    says = ["Minutes since launch. GPT-2 with 111 million parameters on one NVIDIA H200."]
+        x, y = place({"minutes": minute, "loss": least}, "loss")
+        out.append(text(x, y + 24, str(minute), SMALL, "middle"))
+    shown = [line for line in lines if line["loss"] < most]
+    for rows, key, style in ((shown, "loss", "softline"), (evaluated, "eval_loss", "line")):
+        places = [place(row, key) for row in rows]
+        out.append(path("M" + "L".join(f"{x:.1f} {y:.1f}" for x, y in places), style))
+    x, y = place(evaluated[7], "eval_loss")
+    out.append(text(x, y + 28, "held-out text", SMALL, "middle"))
+    out.append(text(x, place(evaluated[7], "loss")[1] + 28, "training text", SMALL, "middle"))
+    for number, line_of_log in enumerate(evaluated):
+        x, y = place(line_of_log, "eval_loss")
+        out.append(rect(x - 4, y - 4, 8, 8, "green edge"))
+        if number in (0, 3, len(evaluated) - 1):
+            says = f"{line_of_log['bits_per_byte']:.3f} bits per byte"
+            style = "end bold" if x > RIGHT - 100 else "bold"
+            out.append(text(min(x + 8, RIGHT), y - 14, says, SMALL, style))
+    says = ["Minutes of training steps. GPT-2 with 111 million parameters on one NVIDIA H200."]
     out += lines_of_text(LEFT, bottom + 54, says, SMALL, "soft")
-    return document("Bits per byte on held-out text by minutes since launch", bottom + 72, out)
-
-
-def zigzag() -> str:
-    """Return which part of causal attention each of four ranks computes, in two orders."""
-    fills, cell, top = ("blue", "sky", "green", "orange"), 30, 124
-    orders = {
-        "in the order of ranks": lambda row: row // 2,
-        "zigzag": lambda row: min(row, 7 - row),
-    }
-    out = heading("Zigzag order gives all ranks the same work")
-    out += lines_of_text(LEFT, 64, ["Down: chunks of queries. Across: chunks of keys."])
-    for left, (name, rank_of) in zip((LEFT + 68, LEFT + 428), orders.items(), strict=True):
-        out.append(text(left, top - 14, name, LARGE, "bold"))
-        work = [0.0] * 4
-        for row in range(8):
-            y, rank = top + row * cell, rank_of(row)
-            out.append(text(left - 8, y + 21, f"rank {rank}", SMALL, "end"))
-            for column in range(8):
-                fill = fills[rank] if column <= row else "empty"
-                fill = f"{fill} edge pale" if column == row else fill
-                out.append(rect(left + column * cell, y, cell - 2, cell - 2, fill))
-                work[rank] += (column < row) + 0.5 * (column == row)
-        for rank, squares in enumerate(work):
-            says = f"rank {rank}: {squares:g} squares"
-            out.append(text(left, top + 8 * cell + 30 + 26 * rank, says))
-    says = ["A pale square counts half: in it, a position attends only to earlier positions."]
-    out += lines_of_text(LEFT, top + 8 * cell + 142, says, SMALL, "soft")
-    return document("Causal attention of eight chunks on four ranks", top + 8 * cell + 160, out)
+    return document("Loss and bits per byte by minutes of training steps", bottom + 72, out)

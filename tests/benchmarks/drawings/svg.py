@@ -14,29 +14,20 @@ LEFT, RIGHT = 20, 700  # drawings stay between these
 SMALL, NORMAL, LARGE, HEADING = 16, 18, 20, 23  # font sizes; a phone shows them at half size
 FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, Helvetica, Arial, sans-serif"
 
-# Okabe and Ito, https://jfly.uni-koeln.de/color/; text on a fill is dark, except on blue.
+# Okabe and Ito, https://jfly.uni-koeln.de/color/
 FILLS = {
     "blue": "#0072b2",
-    "sky": "#56b4e9",
     "green": "#009e73",
     "orange": "#e69f00",
-    "yellow": "#f0e442",
     "red": "#d55e00",
-    "purple": "#cc79a7",
 }
 # Class, property: colour in light mode, colour in dark mode.
 COLOURS = {
     ("text", "fill"): ("#1f2328", "#f0f3f6"),
     (".soft", "fill"): ("#59636e", "#a9b4c0"),
-    (".warning", "fill"): ("#b34700", "#ff9d5c"),  # vermilion, dark or bright enough for text
     (".line", "stroke"): ("#1f2328", "#f0f3f6"),
     (".softline", "stroke"): ("#8c959f", "#6e7781"),
     (".edge", "stroke"): ("#1f2328", "#f0f3f6"),
-    (".panel", "fill"): ("#f3f5f7", "#1b222c"),
-    (".panel", "stroke"): ("#b8c0c8", "#4a5563"),
-    (".empty", "stroke"): ("#8c959f", "#7d8894"),
-    (".head", "fill"): ("#1f2328", "#f0f3f6"),
-    (".grey", "fill"): ("#c9d1d9", "#8c98a4"),
 }
 
 
@@ -48,22 +39,16 @@ def style() -> str:
         ".middle{text-anchor:middle}",
         ".end{text-anchor:end}",
         ".line,.softline{fill:none;stroke-width:2}",
-        ".thick{stroke-width:4}",
         ".thin{stroke-width:1;stroke-opacity:.5}",
         ".dashed{stroke-dasharray:6 4}",
-        ".empty{fill:none;stroke-dasharray:4 3}",
-        ".pale{fill-opacity:.3}",
         *(f".{name}{{fill:{colour}}}" for name, colour in FILLS.items()),
-        *(f".{name}line{{fill:none;stroke:{colour}}}" for name, colour in FILLS.items()),
     ]
     light, dark = (
         [f"{name}{{{key}:{pair[mode]}}}" for (name, key), pair in COLOURS.items()]
         for mode in (0, 1)
     )
-    # Text on a fill keeps its colour in both modes, so it comes last.
-    fixed = ["text.dark{fill:#111}", "text.light{fill:#fff}"]
     media = "@media (prefers-color-scheme:dark){" + "".join(dark) + "}"
-    return "<style>" + "\n".join([*rules, *light, media, *fixed]) + "</style>"
+    return "<style>" + "\n".join([*rules, *light, media]) + "</style>"
 
 
 def document(title: str, height: float, elements: Iterable[str]) -> str:
@@ -98,7 +83,7 @@ def lines_of_text(
 
 
 def rect(x: float, y: float, width: float, height: float, style: str) -> str:
-    """Return a rectangle; style: classes, for example "blue edge", "panel" or "empty"."""
+    """Return a rectangle; style: classes, for example "blue edge"."""
     size = f'width="{width:.6g}" height="{height:.6g}"'
     return f'<rect x="{x:.6g}" y="{y:.6g}" {size} class="{style}"/>'
 
@@ -119,14 +104,14 @@ def area(xs: list[float], lower: list[float], upper: list[float], style: str) ->
     return path("".join(points), style)
 
 
-def legend(x: float, y: float, entries: dict[str, str], per_letter: float = 10.4) -> list[str]:
+def legend(x: float, y: float, entries: dict[str, str]) -> list[str]:
     """Return squares with labels in a row, or in several where a row is full.
 
     entries: label to fill.
     """
     out, start = [], x
     for label, fill in entries.items():
-        width = 46 + per_letter * len(label)
+        width = 46 + 10.4 * len(label)
         if x + width > RIGHT + 20 and x > start:
             x, y = start, y + 28
         out += [rect(x, y - 14, 17, 17, f"{fill} edge"), text(x + 25, y, label)]
