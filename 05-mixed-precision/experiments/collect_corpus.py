@@ -115,6 +115,14 @@ def collect(row: dict[str, str], limit: int) -> tuple[dict[str, str], list[str]]
     return {**row, "archive": archive.name}, chosen
 
 
+def drop_seen(texts: list[str], seen: set[bytes]) -> list[str]:
+    """Return each text once, without those whose digests are in `seen`; add the new digests."""
+    new = {hashlib.sha256(text.encode()).digest(): text for text in texts}
+    new = {digest: text for digest, text in new.items() if digest not in seen}
+    seen |= new.keys()
+    return list(new.values())
+
+
 def main() -> None:
     parser = cli.ArgumentParser(description=__doc__.splitlines()[0])
     add = parser.add_argument
@@ -132,15 +140,11 @@ def main() -> None:
     with multiprocessing.Pool(launch.n_cores()) as pool:
         # In the order of the file, so that of equal documents the same one is always kept.
         for row, texts in pool.imap(partial(collect, limit=args.limit * 10**6), rows):
-            documents = size = 0
-            with (args.folder / f"{row['split']}-{row['package']}.jsonl").open("w") as file:
-                for text in texts:
-                    digest = hashlib.sha256(text.encode()).digest()
-                    if digest not in seen:
-                        seen.add(digest)
-                        file.write(json.dumps({"text": text}, ensure_ascii=False) + "\n")
-                        documents, size = documents + 1, size + len(text.encode())
-            line = f"| {row['split']} | {row['archive']} | {documents:,} | {size / 1e6:.1f} |"
+            texts = drop_seen(texts, seen)
+            lines = (json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts)
+            (args.folder / f"{row['split']}-{row['package']}.jsonl").write_text("".join(lines))
+            size = sum(len(text.encode()) for text in texts) / 1e6
+            line = f"| {row['split']} | {row['archive']} | {len(texts):,} | {size:.1f} |"
             card += f"{line} {row['license']} |\n"
             print(line, flush=True)
             (args.folder / "README.md").write_text(card)

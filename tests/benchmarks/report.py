@@ -245,16 +245,8 @@ def read_templates() -> dict[str, Table]:
     )
     environment.filters |= {"f": shown, "runs": values_of_runs, "median": median}
     environment.filters["gib"] = lambda size: size / GIB
-    functions = (script, diffstat, losses, with_minutes, bits_per_byte, largest_difference)
-    functions += (
-        state_gib,
-        beside_predictions,
-        measured_peak,
-        searches,
-        two_nodes,
-        around_saves,
-        min,
-    )
+    functions = (script, diffstat, losses, with_minutes, bits_per_byte, largest_difference, min)
+    functions += (state_gib, beside_predictions, measured_peak, searches, two_nodes, around_saves)
     environment.globals |= {function.__name__: function for function in functions}
     text = Path(__file__).with_name("tables.jinja").read_text()
     templates = re.findall(r"^## (.+)\n((?:(?!## ).*\n)*)", text, re.MULTILINE)

@@ -296,7 +296,9 @@ class Benchmark(many_gpus.Benchmark):
             stop([row])
         for label in ("a signal during a step", "a signal during a save"):
             row = self.row(label, diff, n, f"{gpt2} --ckpt-freq 10", found=[])
-            for _ in range(3 if self.wanted(row) else 0):
+            if not self.wanted(row):
+                continue
+            for _ in range(3):
                 row.pop("seen", None)
                 self.start(row)
                 self.watch([row], lambda row: row["seen"][-1][1] >= 15)
