@@ -233,11 +233,12 @@ def replace_in(path: Path, right: str, wrong: str) -> None:
 
 
 def plant(chapter: str, folder: Path, replacements: list[tuple[str, str]]) -> Path:
-    """Return a folder with the chapter's script in which each text is replaced."""
+    """Return a folder with copies of the chapter's modules; its script has each text replaced."""
     folder.mkdir()
-    script = Path(shutil.copy(ROOT / chapter / "train_llm.py", folder))
+    for module in (ROOT / chapter).glob("*.py"):
+        shutil.copy(module, folder)
     for right, wrong in replacements:
-        replace_in(script, right, wrong)
+        replace_in(folder / "train_llm.py", right, wrong)
     return folder
 
 

@@ -284,7 +284,8 @@ def test_a_signal_to_one_rank_stops_all_gpus(tmp_path):
     ends_well(start_launch_file(tmp_path, "straight", "--compile", **options))
     straight, stopped = (read_metrics(tmp_path / name) for name in ("straight", "stopped"))
     assert column(stopped, "step") == list(range(1, 21))
-    assert column(stopped, "loss") == pytest.approx(column(straight, "loss"), rel=1e-5)
+    # Compiled runs are not bit-identical. The unusual texts of step 11 magnify the differences.
+    assert column(stopped, "loss") == pytest.approx(column(straight, "loss"), rel=1e-3)
 
 
 FORWARD = 'with timers("forward"):\n'
