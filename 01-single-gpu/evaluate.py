@@ -25,7 +25,7 @@ from common.cli import RunError, at_least
 from common.data import IGNORED, load_sequences
 from common.shards import find_shards
 
-from trained_model import load_trained
+from trained_model import check_output, load_trained
 
 
 def get_args() -> argparse.Namespace:
@@ -59,7 +59,7 @@ def main() -> None:
     level = logging.INFO if rank == 0 else logging.WARNING
     logging.basicConfig(level=level, format="%(message)s", handlers=[cli.ProgressHandler()])
     torch.set_float32_matmul_precision("high" if cuda else "highest")  # as in training
-    cli.check_output(args.output)
+    check_output(args.output)
 
     # --- model ---
     trained = load_trained(args.trained, args.model_name, args.tokenizer_name, args.step)
@@ -75,7 +75,8 @@ def main() -> None:
         args.dataset_subset = args.dataset_subset or own.get("dataset_subset")
         args.text_column = args.text_column or own.get("text_column")
         note = "" if own else ", because it is unknown what the model was trained on"
-    train, evaluation = load_sequences(args, tokenizer, seq_length)
+    args.seq_length = seq_length
+    train, evaluation = load_sequences(args, tokenizer)
     if takes_own and own and trained.checksum not in (None, train.digest):
         note = ", which gave the run other tokens: the text or the tokenizer has changed since, or "
         note += "the run was trained on questions and answers"

@@ -1,15 +1,18 @@
 """A trained model: from a run's checkpoint, a folder of weights, or the hub."""
 
+import os
+from itertools import chain
+from pathlib import Path
 from typing import NamedTuple
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
+from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
-from common import models
+from common import checkpoint, models
 from common.cli import RunError
-from common.storage import as_path, exists, explain_store_errors
-from common.trained import SavedCheckpoint, find_saved, load_model
+from common.storage import as_path, exists
 
 
 class TrainedModel(NamedTuple):
@@ -28,6 +31,15 @@ class TrainedModel(NamedTuple):
     sources: dict[str, str | None]
 
 
+class SavedCheckpoint(NamedTuple):
+    """A complete checkpoint of a run, as it was named. settings: from fixed_settings."""
+
+    run: Path
+    path: Path
+    step: int
+    settings: dict[str, object]
+
+
 def load_trained(
     name: str, model_name: str | None, tokenizer_name: str | None, step: int | None
 ) -> TrainedModel:
@@ -39,7 +51,7 @@ def load_trained(
     """
     disable_progress_bar()
     folder = as_path(name)
-    if explain_store_errors(exists)(folder / "state.json"):
+    if find_checkpoints(folder):
         while True:
             saved = find_saved(folder, step)
             try:
@@ -55,8 +67,8 @@ def load_trained(
         raise RunError(f"The preset {name} has no weights: give a run's folder.")
     if folder.exists() and not (folder / "config.json").exists():
         raise RunError(
-            f"{name} is neither a run's folder with a complete checkpoint (it has no state.json) "
-            "nor a model's folder (it has no config.json): give one of these."
+            f"{name} is neither a run's folder with a complete checkpoint nor a model's folder (it "
+            "has no config.json): give one of these."
         )
     if not folder.exists() and len(folder.parts) > 1 and folder.parent.exists():
         raise RunError(f"There is no {folder.name} in {folder.parent}: give another folder.")
@@ -72,7 +84,7 @@ def _load_run(
     saved: SavedCheckpoint, model_name: str | None, tokenizer_name: str | None
 ) -> TrainedModel:
     dtype = getattr(torch, saved.settings["param_dtype"])
-    on_meta, weights, tokenizer, origin = load_model(saved, model_name, tokenizer_name, dtype)
+    on_meta, weights, tokenizer, origin = load_weights(saved, model_name, tokenizer_name, dtype)
     # from_pretrained takes these tensors, ties them, and computes buffers that are not saved.
     model = type(on_meta).from_pretrained(
         None,
@@ -80,6 +92,79 @@ def _load_run(
         state_dict=weights,
         dtype=dtype,
     )
-    seq_length, checksum = (saved.settings.get(key) for key in ("seq_length", "dataset_checksum"))
-    sources = saved.settings.get("sources", {})
-    return TrainedModel(model.eval(), tokenizer, origin, seq_length, checksum, sources)
+    settings = saved.settings
+    seq_length, checksum = settings["seq_length"], settings["dataset_checksum"]
+    return TrainedModel(model.eval(), tokenizer, origin, seq_length, checksum, settings["sources"])
+
+
+# --- a run's checkpoint ---
+
+
+def find_checkpoints(run: Path) -> dict[int, Path]:
+    """Return the complete checkpoints of a run by step, in order.
+
+    run: its folder, or the folder or the address that holds its checkpoints.
+    """
+    folder = run
+    if exists(run / "checkpoints"):
+        folder = run / "checkpoints"
+    elif exists(run / "newest"):  # the run was started with --checkpoint-dir
+        folder = as_path((run / "newest").read_text(encoding="utf-8").strip()).parent
+    return checkpoint.complete_checkpoints(folder)
+
+
+def find_saved(run: Path, step: int | None) -> SavedCheckpoint:
+    """Return a run's checkpoint of this step or, if it is None, the newest one; do not load it.
+
+    Raises RunError if there is no such checkpoint, or if its settings are damaged.
+    """
+    kept = find_checkpoints(run)
+    if not kept:
+        raise RunError(f"{run} is no run's folder with a complete checkpoint: check the path.")
+    step = max(kept) if step is None else step
+    if step not in kept:
+        steps = ", ".join(map(str, sorted(kept)))
+        raise RunError(f"The run {run} keeps no checkpoint of step {step}: give one of {steps}.")
+    return SavedCheckpoint(run, kept[step], step, checkpoint.read_settings(kept[step]))
+
+
+def load_weights(
+    saved: SavedCheckpoint, model_name: str | None, tokenizer_name: str | None, dtype: torch.dtype
+) -> tuple[PreTrainedModel, dict[str, torch.Tensor], PreTrainedTokenizerBase, str]:
+    """Return a checkpoint's model on the meta device, its weights by name on the CPU, its
+    tokenizer, and in words where it is from.
+
+    model_name, tokenizer_name: None for those of the run. dtype: of the parameters. Tied weights
+    occur once; buffers that no checkpoint contains are left out. The optimizer state is not read.
+    Raises RunError if a file is missing or damaged, or if the names do not match the checkpoint.
+    """
+    sources = saved.settings["sources"]
+    model_name = model_name or sources["model_name"]
+    tokenizer_name = tokenizer_name or sources["tokenizer_name"] or model_name
+    tokenizer = models.load_tokenizer(tokenizer_name)
+    config = models.load_config(model_name, tokenizer)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    if other := checkpoint.difference(saved.settings, checkpoint.describe(config)):
+        raise RunError(f"{saved.path} has {other}: give the run's own -m and --tokenizer-name.")
+    persistent = model.state_dict().keys()
+    weights = {
+        name: torch.empty(
+            tensor.shape,
+            dtype=dtype if isinstance(tensor, nn.Parameter) else tensor.dtype,
+            device="cpu",
+        )
+        for name, tensor in chain(model.named_parameters(), model.named_buffers())
+        if name in persistent
+    }
+    checkpoint.read_files(saved.path, {"model": weights}, "give another --step", no_dist=True)
+    named = f"(model {model_name}, tokenizer {tokenizer_name})"
+    return model, weights, tokenizer, f"step {saved.step} of {saved.run} {named}"
+
+
+def check_output(file: Path | None) -> None:
+    """Raise RunError if a new file already exists or if its folder is not writable."""
+    if file and file.exists():
+        raise RunError(f"{file} already exists: give another file, or delete it.")
+    if file and not os.access(file.parent, os.W_OK):
+        raise RunError(f"{file} cannot be written: give a file in another folder.")

@@ -6,18 +6,21 @@ python 04-fsdp/export.py outputs/my-run my-model
 import argparse
 import re
 import shlex
+import sys
 import tempfile
 from contextlib import suppress
 from pathlib import Path
 
 import torch
-from safetensors import SafetensorError
 from transformers import GenerationConfig
 from transformers.utils.logging import disable_progress_bar
 
-from common import cli, launch, models, trained
+from common import cli, launch
 from common.cli import RunError, at_least
 from common.storage import as_path
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "01-single-gpu"))
+from trained_model import find_saved, load_weights
 
 
 def file_size(text: str) -> str:
@@ -48,11 +51,11 @@ def main() -> None:
     target = args.target
     if target.exists():
         raise RunError(f"{target} already exists: give another folder, or delete it.")
-    saved = trained.find_saved(args.run, args.step)
+    saved = find_saved(args.run, args.step)
 
     # --- model ---
     dtype = args.param_dtype or saved.settings["param_dtype"]
-    model, weights, tokenizer, origin = trained.load_model(
+    model, weights, tokenizer, origin = load_weights(
         saved, args.model_name, args.tokenizer_name, getattr(torch, dtype)
     )
     # Training turns this off, and the model has copied it into its generation settings.
@@ -68,19 +71,14 @@ def main() -> None:
 
     # --- folder ---
     # A rename at the end, so the target is complete if it exists, even if the process is killed.
-    try:
-        target.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as folder:
-            unfinished = Path(folder) / target.name
-            model.save_pretrained(unfinished, max_shard_size=args.max_shard_size)
-            tokenizer.save_pretrained(unfinished)
-            models.let_others_read(unfinished)
-            unfinished.replace(target)
-    except (OSError, SafetensorError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise RunError(
-            f"{target} could not be written ({reason}): make room, or give another folder."
-        ) from error
+    target.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as folder:
+        unfinished = Path(folder) / target.name
+        model.save_pretrained(unfinished, max_shard_size=args.max_shard_size)
+        tokenizer.save_pretrained(unfinished)
+        for file in unfinished.glob("*.safetensors"):  # only the owner could read them
+            file.chmod((unfinished / "config.json").stat().st_mode)
+        unfinished.replace(target)
     size = sum(file.stat().st_size for file in target.iterdir())
     name = shlex.quote(str(target))
     print(

@@ -55,7 +55,11 @@ from transformers import (
 
 from common import models
 from common.cli import RunError
-from common.sharding import SAVED_OPS, find_layers
+
+# The same as in train_llm.py.
+KERNELS = ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
+SAVED_OPS = [getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}").default for kernel in KERNELS]
+SAVED_OPS += [getattr(torch.ops.aten, matmul).default for matmul in ("mm", "addmm", "_scaled_mm")]
 
 
 @dataclass(frozen=True)
@@ -233,7 +237,7 @@ def count_activations(
         attend = partial(attend_to_row, options.context_parallel)
         AttentionInterface.register("predicted_context_parallel", attend)
         model.config._attn_implementation = "predicted_context_parallel"
-    layers = find_layers(model)
+    layers = next(module for module in model.modules() if isinstance(module, torch.nn.ModuleList))
     parameters = [list(layer.parameters()) for layer in layers]
     in_layers = {id(parameter) for group in parameters for parameter in group}
     parameters.append([p for p in model.parameters() if id(p) not in in_layers])

@@ -27,25 +27,21 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.checkpoint import checkpoint as recompute
 from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from torch.utils.data import DataLoader
-from transformers import AutoModelForCausalLM, set_seed
+from transformers import AutoModelForCausalLM
 
 from common import cli, launch, models
-from common.checkpoint import (
-    AsyncCheckpoints,
-    check_finite,
-    fixed_settings,
-    load_checkpoint,
-    parse_args,
-    save_checkpoint,
-)
+from common.checkpoint import Checkpoints, fixed_settings
 from common.cli import at_least
-from common.data import ResumableSampler, load_sequences, split_batch
+from common.data import ResumableSampler, load_sequences
 from common.gradients import clip_grad_norm
-from common.sharding import SAVED_OPS, find_layers, mesh_of_nodes
 from common.timers import PhaseTimers, find_straggler, flops_per_token
 from common.tracker import Tracker, make_run_dir
 
 logger = logging.getLogger("train_llm")
+# What selective activation checkpointing saves. All other operations are cheap to compute again.
+KERNELS = ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
+SAVED_OPS = [getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}").default for kernel in KERNELS]
+SAVED_OPS += [getattr(torch.ops.aten, matmul).default for matmul in ("mm", "addmm", "_scaled_mm")]
 
 
 def get_args() -> argparse.Namespace:
@@ -53,6 +49,7 @@ def get_args() -> argparse.Namespace:
     add = parser.add_argument_group("run").add_argument
     add("-e", "--experiment-name", help="name of the run (default: model, data set and time)")
     add("--save-dir", default="outputs", help="folder that holds the run folders")
+    add("--checkpoint-dir", help="folder or address of checkpoints (default: the run's folder)")
     add("--seed", default=0, type=at_least(0), help="seed for weights, data order and dropout")
     add("--dist-timeout", default=600, type=at_least(1), help="seconds to wait for other ranks")
     add("--track-nodes", action="store_true", help="one wandb run per node, in a group")
@@ -108,7 +105,7 @@ def get_args() -> argparse.Namespace:
     )
     add("--keep-checkpoints", default=2, type=at_least(1), help="how many checkpoints to keep")
     add("--async-checkpoint", action="store_true", help="train while a checkpoint is written")
-    return parse_args(parser)  # what is left out is as in the run that is resumed
+    return parser.parse_args()
 
 
 @record  # lets torchrun report the exception of the rank that failed first
@@ -144,7 +141,7 @@ def main() -> None:
     # --- model ---
     tokenizer = models.load_tokenizer(args.tokenizer_name or args.model_name)
     config = models.load_config(args.model_name, tokenizer)  # sizes only, no weights
-    seq_length = models.sequence_length(config, args.seq_length)
+    args.seq_length = models.sequence_length(config, args.seq_length)
     torch.manual_seed(args.seed)
     # Weights are drawn on the CPU in float32, so every kind of device starts from the same model.
     # Only rank 0 does so. All ranks shard a copy without weights: it has shapes, but no memory.
@@ -154,14 +151,12 @@ def main() -> None:
         model = models.load_pretrained(args.model_name, config)
     else:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    if rank == 0:
-        models.check_causal(model)  # a loss means nothing if the model sees what it predicts
     full_model = model
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for parameter in model.parameters():  # buffers stay in float32: rotary tables need it
         parameter.data = parameter.data.to(getattr(torch, args.param_dtype))
-    layers = find_layers(model)
+    layers = next(m for m in model.modules() if isinstance(m, torch.nn.ModuleList))
     if args.activation_checkpointing != "none":
         # The backward pass of a layer recomputes what its forward pass did not save.
         selective = partial(create_selective_checkpoint_contexts, SAVED_OPS)
@@ -170,7 +165,16 @@ def main() -> None:
             layer.forward = partial(recompute, layer.forward, use_reentrant=False, **options)
     sharding = {"mesh": init_device_mesh(device.type, (world_size,), mesh_dim_names=("shard",))}
     if args.hsdp:  # two dimensions: replicate over nodes, shard within each node
-        sharding["mesh"] = mesh_of_nodes(device)
+        local_ranks = list(launch.gather({rank: local_rank}).values())
+        n_nodes, rest = divmod(world_size, size := max(local_ranks) + 1)
+        if n_nodes == 1 or rest or local_ranks != [*range(size)] * n_nodes:
+            raise cli.RunError("--hsdp needs several nodes, with equally many ranks on each.")
+        names = ("replicate", "shard")
+        # With --cpu-offload, the new groups reduce tensors in host memory, too.
+        backends = dict.fromkeys(names, dist.get_backend_config())
+        sharding["mesh"] = init_device_mesh(
+            device.type, (n_nodes, size), mesh_dim_names=names, backend_override=backends
+        )
     if args.cpu_offload:
         sharding["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
     # Each rank stores some rows of each parameter, as a DTensor. FSDP all-gathers one layer at a
@@ -186,9 +190,8 @@ def main() -> None:
     # rank keeps its part. Buffers are not sharded, and some are in no state dict (rotary tables).
     model.to_empty(device=shard_device)
     weights = full_model.state_dict() if rank == 0 else {}
-    broadcast = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
-    broadcast.cpu_offload = args.cpu_offload
-    set_model_state_dict(model, weights, options=broadcast)
+    flags = {"full_state_dict": True, "broadcast_from_rank0": True, "cpu_offload": args.cpu_offload}
+    set_model_state_dict(model, weights, options=StateDictOptions(**flags))
     for name, buffer in list(model.named_buffers()):
         *path, last = name.split(".")
         source = full_model.get_buffer(name) if rank == 0 else buffer
@@ -203,9 +206,19 @@ def main() -> None:
 
     # --- data ---
     # Tokenized once, then read from a cache. A file lock makes other processes wait meanwhile.
-    train_data, eval_data = load_sequences(args, tokenizer, seq_length)
-    # The global batch is fixed. What does not fit on the devices at once is accumulated.
-    micro_batch_size, accumulation = split_batch(args, world_size, len(train_data))
+    train_data, eval_data = load_sequences(args, tokenizer)
+    # The global batch is fixed, and the devices share it equally.
+    share, rest = divmod(args.global_batch_size, world_size)
+    if rest or args.global_batch_size > len(train_data):
+        fits = world_size * max(1, min(share, len(train_data) // world_size))
+        raise cli.RunError(
+            f"--global-batch-size {args.global_batch_size} must be a multiple of {world_size} (the "
+            f"devices), at most {len(train_data)} (the training sequences), for example {fits}."
+        )
+    # What does not fit on the devices at once is accumulated in equal micro-batches.
+    limit = min(share, args.batch_size)
+    micro_batch_size = max(size for size in range(1, limit + 1) if share % size == 0)
+    accumulation = share // micro_batch_size
     # The order depends on seed and epoch only. Each rank takes every world_size-th sample of it.
     sampler = ResumableSampler(train_data, num_replicas=world_size, rank=rank, seed=args.seed)
     dataloader = DataLoader(
@@ -236,13 +249,13 @@ def main() -> None:
     # --- optimizer ---
     if args.warmup_steps is None:
         args.warmup_steps = min(100, total_steps // 4)
-    # Wider models need a smaller learning rate: 1 / width is a rule of thumb. Pretrained weights
-    # need a much smaller one.
-    default_lr = 5e-5 if args.pretrained else 1 / config.hidden_size
-    lr = default_lr if args.lr is None else args.lr
+    if args.lr is None:
+        # Wider models need a smaller learning rate: 1 / width is a rule of thumb. Pretrained
+        # weights need a much smaller one.
+        args.lr = 5e-5 if args.pretrained else 1 / config.hidden_size
     optimizer = torch.optim.AdamW(
         model.parameters(),
-        lr=lr,
+        lr=args.lr,
         betas=(args.beta1, 0.95),  # below the usual 0.9 and 0.999, because this run is short
         weight_decay=args.weight_decay,
         fused=True,  # one kernel updates many parameters
@@ -258,13 +271,16 @@ def main() -> None:
     lr_scheduler = LambdaLR(optimizer, lr_factor)
 
     # --- resume ---
-    run_dir = make_run_dir(args)  # logs its path, and how to resume the run
-    set_seed(args.seed + rank)  # Python's, NumPy's and PyTorch's RNGs, for dropout
+    run_dir = make_run_dir(args)  # logs its path
+    torch.manual_seed(args.seed + rank)  # for dropout
     # Saved with the weights, the optimizer and the schedule: all that the next step depends on.
     state = {"step": 0}
     # What must not change when a run resumes, for example --lr. The batch per device may change.
-    settings = fixed_settings(args, model, train_data, seq_length, lr, total_steps)
-    if load_checkpoint(run_dir, model, optimizer, lr_scheduler, state, settings):
+    settings = fixed_settings(args, model, train_data, total_steps)
+    checkpoints = Checkpoints(args, run_dir, settings)
+    if args.async_checkpoint:  # a thread writes them while the training goes on
+        checkpoints.write_in_background(args.dist_timeout)
+    if checkpoints.load(model, optimizer, lr_scheduler, state):
         logger.info(f"resumed after step {state['step']} of {total_steps}")
     if state["step"] == total_steps:
         logger.info(
@@ -275,7 +291,7 @@ def main() -> None:
         return
 
     # --- train ---
-    tokens_per_step = args.global_batch_size * seq_length
+    tokens_per_step = args.global_batch_size * args.seq_length
     logger.info(
         f"each step: {micro_batch_size} sequences x world size {world_size} x accumulation "
         f"{accumulation} = {args.global_batch_size} sequences = {tokens_per_step} tokens"
@@ -284,14 +300,10 @@ def main() -> None:
     node = socket.gethostname() if args.track_nodes and local_rank == 0 else None
     tracker = Tracker(run_dir, {**vars(args), **settings}, state["step"], node)
     progress_bar = cli.progress("training", total=total_steps, initial=state["step"])
-    token_flops = flops_per_token(model, config, seq_length)
+    token_flops = flops_per_token(model, config, args.seq_length)
     timers = PhaseTimers(device)
     logged_step = state["step"]
     running_loss = torch.zeros((), device=device)  # sum of the losses since then
-    save = save_checkpoint
-    if args.async_checkpoint:
-        checkpoints = AsyncCheckpoints(args.dist_timeout)
-        save = checkpoints.save
     barrier_tensor = torch.zeros((), device=device)
     batches = None
     model.train()  # turns dropout on, if the model has any
@@ -350,13 +362,19 @@ def main() -> None:
             running_loss /= world_size
             dist.all_reduce(running_loss)  # the sum of the ranks' parts
             # A run that has diverged stops here, before it replaces a checkpoint.
-            check_finite(run_dir, state["step"], running_loss, grad_norm)
+            if not (running_loss + grad_norm).isfinite():
+                raise cli.RunError(
+                    f"The training has diverged: at step {state['step']} the loss or the gradient "
+                    f"norm is not finite. The run can be resumed from step {checkpoints.step}, but "
+                    "would diverge again: start a new one with a smaller --lr."
+                )
+            steps = state["step"] - logged_step
             metrics |= {
                 "epoch": epoch,
-                "loss": running_loss.item() / (state["step"] - logged_step),
+                "loss": running_loss.item() / steps,
                 "lr": step_lr,
                 "grad_norm": grad_norm.item(),
-                **timers.read(tokens_per_step, world_size, token_flops),
+                **timers.read(steps, tokens_per_step, world_size, token_flops),
             }
             metrics |= find_straggler(metrics["time/wait"])
             launch.restore_stop_handlers()  # with --compile, Triton's compiler has replaced them
@@ -375,12 +393,11 @@ def main() -> None:
         if state["step"] % args.ckpt_freq == 0 or last or stop:
             with timers("save"):  # if the process is killed here, the previous checkpoint is valid
                 gc.collect()
-                save(run_dir, model, optimizer, lr_scheduler, state, args.keep_checkpoints)
+                checkpoints.save(model, optimizer, lr_scheduler, state)
         if stop:
             break
     progress_bar.close()
-    if args.async_checkpoint:
-        checkpoints.finish()  # waits until the last checkpoint is written
+    checkpoints.finish()  # waits until the last checkpoint is written
     tracker.finish()
     if stop:
         status = launch.ask_for_requeue(run_dir, state["step"])  # tells the job script
@@ -388,9 +405,7 @@ def main() -> None:
         dist.barrier()
         dist.destroy_process_group()
         sys.exit(status)
-    text = models.sample_text(model, tokenizer, device, args.dataset_name, seq_length, args.seed)
-    logger.info(f"a sample of the model:\n\n{text}\n\nthe run's folder is {run_dir}")
-    logger.info(f"to generate text with it: python 01-single-gpu/generate.py {run_dir}")
+    logger.info(f"to generate text with the model: python 01-single-gpu/generate.py {run_dir}")
     dist.barrier()  # a rank that exits early would look like a failure to the other ranks
     dist.destroy_process_group()
 

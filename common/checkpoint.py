@@ -5,31 +5,29 @@ are complete, rank 0 writes the file .metadata and renames it into place. So a f
 is complete, on a disk and in a store, and a kill at any moment leaves the last complete folder as
 it was.
 
-    <run>/state.json                   the settings that must not change, and the newest step
-    <run>/checkpoints/step-00000100/   what the next step depends on
+    <run>/checkpoints/step-00000100/                what the next step depends on
+    <run>/checkpoints/step-00000100/settings.json   what must not change when the run is resumed
+    <run>/newest                                    the path of the newest complete checkpoint
 """
 
 import argparse
 import atexit
 import concurrent.futures
-import contextlib
 import datetime
 import json
 import logging
 import os
-import pickle
-import random
 import re
+import socket
+import time
+import uuid
 import warnings
-from collections import defaultdict
 from collections.abc import Callable
 from pathlib import Path
 
-import numpy as np
 import torch
 import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-import xxhash
 from torch import nn
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
@@ -38,165 +36,248 @@ from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
+from transformers import PretrainedConfig
 
 from common import launch, storage
-from common.cli import ArgumentParser, RunError
+from common.cli import RunError
 from common.data import Sequences
-from common.documents import BUILT_IN
-from common.models import PRESET_NAMES
 
 logger = logging.getLogger(__name__)
 
 # Chapter 1 has no process group.
 warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
 
-# The settings of a model that the shapes of its parameters do not show.
-MODEL_SETTINGS = (
-    *("num_attention_heads", "num_key_value_heads", "activation_function", "hidden_act"),
-    *("layer_norm_epsilon", "rms_norm_eps", "rope_parameters", "sliding_window"),
-    *("attn_pdrop", "embd_pdrop", "resid_pdrop", "attention_dropout", "tie_word_embeddings"),
+# The names of data set, model and tokenizer, which may change if their content is the same.
+SOURCES = ("dataset_name", "dataset_subset", "text_column", "model_name", "tokenizer_name")
+# The arguments that may change when a run is resumed. A new argument is fixed, unless it is added
+# here: with another value, the run would be another training.
+MAY_CHANGE = (
+    *SOURCES,
+    *("experiment_name", "save_dir", "checkpoint_dir", "keep_checkpoints", "async_checkpoint"),
+    *("log_freq", "eval_freq", "eval_sequences", "ckpt_freq", "num_epochs", "max_steps"),
+    *("batch_size", "num_workers", "dist_timeout", "track_nodes", "compile"),
+    # What a rank stores, sends and computes again, but not the result.
+    *("zero1", "hsdp", "cpu_offload", "reshard_after_forward", "reduce_every_backward"),
+    "activation_checkpointing",
+    *("tensor_parallel", "context_parallel", "ulysses"),  # of two diffs of chapter 5
 )
-# A run that is resumed with another value of one of these arguments would be another training.
-FIXED_ARGUMENTS = ("seed", "param_dtype", "warmup_steps", "beta1", "weight_decay", "max_grad_norm")
 # Settings that are not arguments, and what they depend on.
 ORIGINS = {
     "model": " (see --model-name and --tokenizer-name)",
     "dataset_checksum": " (see --dataset-name)",
     "total_steps": " (see --max-steps and --num-epochs)",
 }
-# What evaluate.py and other scripts use if they are given only the run's folder.
-SOURCES = ("dataset_name", "dataset_subset", "text_column", "model_name", "tokenizer_name")
+# Not compared: entries of a model's configuration that say nothing about what it computes.
+NAMES = ("_name_or_path", "transformers_version", "architectures", "dtype", "use_cache")
+SEEN_WITHIN_S = 10.0  # a network file system shows a new file to other nodes after some seconds
 LAST_WRITE_S = 60  # that an exit waits for an asynchronous checkpoint; other ranks may be gone
 
 
-def parse_args(parser: ArgumentParser) -> argparse.Namespace:
-    """Parse the command line; what is not given is as in the run that it names, if that exists.
-
-    "as_before" lists what is taken from the run. Raises RunError if its name cannot be a folder's,
-    or if state.json is damaged.
-    """
-    first = parser.parse_args()
-    if first.experiment_name is None:
-        return first
-    run_dir = storage.as_path(first.save_dir) / launch.check_name(first.experiment_name)
-    saved = storage.explain_store_errors(read_state)(run_dir).get("training", {})
-    saved |= saved.get("sources", {})
-    names = ("seq_length", "global_batch_size", "lr", *FIXED_ARGUMENTS, *SOURCES)
-    known = {name: saved[name] for name in names if name in saved}
-    parser.set_defaults(**known, num_epochs=None)  # None shows that it is not given
-    args = parser.parse_args()
-    if args.num_epochs is None:
-        args.num_epochs = first.num_epochs
-        args.max_steps = args.max_steps or saved.get("total_steps")
-    differing = [name for name, value in vars(args).items() if value != getattr(first, name)]
-    args.as_before = ", ".join(differing) or None
-    return args
-
-
 def fixed_settings(
-    args: argparse.Namespace,
-    model: nn.Module,
-    train_data: Sequences,
-    seq_length: int,
-    lr: float,
-    total_steps: int,
+    args: argparse.Namespace, model: nn.Module, train_data: Sequences, total_steps: int
 ) -> dict[str, object]:
     """Return, as JSON values, everything that must not change when a run is resumed.
 
-    model: without a wrapper such as DDP. A data set is identified by a checksum of its tokens.
-    "sources" has the names of data set, model and tokenizer. They may change if the content is the
-    same; local paths are absolute.
+    model: without a wrapper such as DDP; it is described by its configuration. A data set is
+    identified by a checksum of its tokens. "sources" has the names of data set, model and
+    tokenizer, which may change; local paths are absolute.
     """
     sources = {name: getattr(args, name) for name in SOURCES}
     for name, value in sources.items():
-        if value and value not in (*PRESET_NAMES, BUILT_IN) and Path(value).exists():
+        if value and Path(value).exists():
             sources[name] = str(Path(value).absolute())
-    return {
-        "model": describe_model(model),
+    settings = {
         "dataset_checksum": train_data.digest,
-        "seq_length": seq_length,
-        "global_batch_size": args.global_batch_size,  # before what depends on it
-        "lr": lr,
-        "total_steps": total_steps,
-        **{name: getattr(args, name) for name in FIXED_ARGUMENTS},
+        "seq_length": args.seq_length,
+        "global_batch_size": args.global_batch_size,
+        "total_steps": total_steps,  # depends on those above, and others depend on it
+        **{name: value for name, value in vars(args).items() if name not in MAY_CHANGE},
+        **describe(model.config),
         "sources": sources,
     }
+    return json.loads(json.dumps(settings))
 
 
-# --- save and load ---
+def describe(config: PretrainedConfig) -> dict[str, object]:
+    """Return, as JSON values, what a model's configuration says about what it computes."""
+    facts = {f"model {key}": x for key, x in config.to_dict().items() if key not in NAMES}
+    return json.loads(json.dumps(facts, default=str))
 
 
-def save_checkpoint(
-    run_dir: Path,
-    model: nn.Module,
-    optimizer: Optimizer,
-    lr_scheduler: LRScheduler,
-    state: dict,
-    keep: int,
-) -> None:
-    """Save everything that the next step depends on; all ranks must call this.
-
-    state: "step", and other values that are equal on all ranks. keep: how many checkpoints to
-    keep, the newest ones. Raises RunError if the checkpoint cannot be written, for example on
-    a full disk; the previous checkpoint is kept.
-    """
-    content = collect_content(model, optimizer, lr_scheduler, state)
-    folder = _make_room(run_dir, state["step"])
-    _try(folder, lambda: dcp.save(content, storage_writer=writer_of(folder)))
-    _commit(folder, state["step"], keep)
+def difference(saved: dict, given: dict) -> str | None:
+    """Return in words the first setting with another value, or None; a new setting is none."""
+    for name, value in given.items():
+        if name != "sources" and saved.get(name, value) != value:
+            kind = name.split()[0]
+            setting = name if kind in ORIGINS else f"--{name.replace('_', '-')}"
+            return f"{setting} {saved[name]}, not {value}{ORIGINS.get(kind, '')}"
+    return None
 
 
-class AsyncCheckpoints:
-    """`save` returns when all tensors are copied to host memory; a thread then writes the copy.
+class Checkpoints:
+    """The checkpoints of a run: in its folder or, with --checkpoint-dir, in a folder or a store.
 
-    The thread talks to the other ranks in its own gloo group: in the default group, its messages
-    could not be told from those of the training. All ranks must make and call this.
-
-    timeout_s: how long a rank waits for the other ranks to write their files, in seconds.
+    All ranks must make one, and call each method. settings: from fixed_settings. `step` is the step
+    of the newest complete checkpoint, or 0. Raises RunError if not all ranks see the same folder.
     """
 
-    def __init__(self, timeout_s: int) -> None:
+    def __init__(self, args: argparse.Namespace, run_dir: Path, settings: dict) -> None:
+        self.run_dir, self.settings, self.keep = run_dir, settings, args.keep_checkpoints
+        self.folder = run_dir / "checkpoints"
+        if args.checkpoint_dir:
+            self.folder = storage.as_path(args.checkpoint_dir) / run_dir.name
+        self.step = 0
+        self._group: dist.ProcessGroup | None = None
+        self._writing: tuple[Path, concurrent.futures.Future] | None = None
+        check_that_all_see(self.folder)
+
+    def write_in_background(self, timeout_s: int) -> None:
+        """From now on, let `save` return when all tensors are copied to host memory.
+
+        A thread writes the copy. It talks to the other ranks in its own gloo group: in the default
+        group, its messages could not be told from those of the training. timeout_s: how long a rank
+        waits for the other ranks to write their files, in seconds.
+        """
         timeout = datetime.timedelta(seconds=timeout_s)
         self._group = dist.new_group(backend="gloo", timeout=timeout)
         # A GPU copies several times as fast to pinned memory. Pinning is slow, so the memory is
         # used again. In PyTorch 2.11, DefaultStager can copy only once:
         # https://github.com/pytorch/pytorch/issues/183413.
         self._stager = BlockingAsyncStager(cache_staged_state_dict=torch.cuda.is_available())
-        self._writing: tuple | None = None
-        atexit.register(self._wait)  # an error outside of it should not cut the writing off
+        atexit.register(self._wait)  # an error elsewhere should not cut the writing off
 
     def save(
-        self,
-        run_dir: Path,
-        model: nn.Module,
-        optimizer: Optimizer,
-        lr_scheduler: LRScheduler,
-        state: dict,
-        keep: int,
+        self, model: nn.Module, optimizer: Optimizer, lr_scheduler: LRScheduler, state: dict
     ) -> None:
-        """Copy what save_checkpoint saves, and start to write it, once the last one is complete."""
+        """Save everything that the next step depends on.
+
+        state: "step", and other values that are equal on all ranks. Raises RunError if the
+        checkpoint cannot be written, for example on a full disk; the previous one is kept.
+        """
         self.finish()
         content = collect_content(model, optimizer, lr_scheduler, state)
-        folder = _make_room(run_dir, state["step"])
+        folder = self.folder / f"step-{state['step']:08d}"
+        on_rank_0(self._prepare, folder)
+        if self._group is None:
+            self._complete(folder, lambda: dcp.save(content, storage_writer=writer_of(folder)))
+            return
         future = dcp.async_save(
             content,
             storage_writer=writer_of(folder),
             process_group=self._group,
             async_stager=self._stager,
         )
-        self._writing = (future, folder, state["step"], keep)
+        self._writing = folder, future
 
     def finish(self) -> None:
-        """Wait until the last checkpoint is complete; raises what save_checkpoint would raise."""
+        """Wait until the last checkpoint is complete; raises what `save` would raise."""
         if self._writing is not None:
-            (future, folder, step, keep), self._writing = self._writing, None
-            _try(folder, future.result)
-            _commit(folder, step, keep)
+            (folder, future), self._writing = self._writing, None
+            self._complete(folder, future.result)
+
+    def load(
+        self, model: nn.Module, optimizer: Optimizer, lr_scheduler: LRScheduler, state: dict
+    ) -> bool:
+        """Load the newest complete checkpoint in place and return True; return False for a new run.
+
+        If there are more ranks than when it was saved, the new ones keep their RNG state. Raises
+        RunError if the ranks have different settings, if the run was started with other ones, or if
+        the checkpoint cannot be read, is of another model, or is not where the run has saved it.
+        """
+        fixed = {name: value for name, value in self.settings.items() if name != "sources"}
+        launch.check_agreement(fixed, "give all nodes the same arguments, data and Python")
+        # Only rank 0 looks: other nodes see a new folder after some seconds.
+        newest = on_rank_0(self._find_newest, self.folder)
+        if newest is None:
+            return False
+        path, saved = newest
+        if (other := difference(saved, self.settings)) is not None:
+            raise RunError(
+                f"The run {self.run_dir} was started with {other}: give the old value again, or "
+                "start a new run with another -e."
+            )
+        content = collect_content(model, optimizer, lr_scheduler, state)
+        read_files(path, content, "try again, or delete it to resume from an older checkpoint")
+        local_optimizer = _local_optimizer(optimizer)
+        set_state_dict(
+            model,
+            local_optimizer,
+            model_state_dict=content["model"],
+            optim_state_dict=content["optimizer"],
+        )
+        groups = zip(optimizer.param_groups, local_optimizer.param_groups, strict=True)
+        for group, loaded in groups:
+            group |= {key: value for key, value in loaded.items() if key != "params"}
+        lr_scheduler.load_state_dict(content["lr_scheduler"])
+        state.update(content["state"])
+        rank, _ = launch.rank_and_world_size()
+        rng = content.get(f"rng-{rank}", {})
+        if "torch" in rng:
+            torch.set_rng_state(rng["torch"])
+        if "cuda" in rng:
+            torch.cuda.set_rng_state(rng["cuda"])
+        self.step = state["step"]
+        return True
+
+    def _find_newest(self, folder: Path) -> tuple[Path, dict] | None:
+        """Return the newest complete checkpoint and its settings, or None for a new run."""
+        complete = complete_checkpoints(folder)
+        if complete:
+            path = complete[max(complete)]
+            return path, read_settings(path)
+        noted = self.run_dir / "newest"
+        if noted.exists():
+            raise RunError(
+                f"{folder} has no complete checkpoint, but the run has saved "
+                f"{noted.read_text().strip()}: give the same --checkpoint-dir, or another -e."
+            )
+        if (self.run_dir / "best").exists():
+            raise RunError(f"{self.run_dir} is the folder of a classifier: give another -e.")
+        return None
+
+    def _prepare(self, folder: Path) -> None:
+        """Delete what a kill has left, and write the settings of a new checkpoint."""
+        found, complete = _folders(self.folder), complete_checkpoints(self.folder)
+        if later := [old for old in complete.values() if old.name >= folder.name]:
+            raise RunError(f"{later[0]} exists: another process saves in {self.folder}; stop it.")
+        for step in found.keys() - complete.keys():
+            storage.remove_folder(found[step])
+        if not storage.is_remote(folder):
+            folder.mkdir(parents=True)
+        with (folder / "settings.json").open("w", encoding="utf-8") as file:
+            json.dump(self.settings, file, indent=1)
+            if not storage.is_remote(folder):
+                file.flush()
+                os.fsync(file.fileno())
+
+    def _complete(self, folder: Path, write: Callable[[], object]) -> None:
+        try:
+            write()
+        except (Exception, CheckpointException) as error:
+            raise cannot_use(folder, error) from error
+        self.step = int(folder.name[5:])
+        on_rank_0(self._commit, folder)
+
+    def _commit(self, folder: Path) -> None:
+        """Note the newest checkpoint, which job scripts read, then delete the oldest ones."""
+        temporary = self.run_dir / "newest.tmp"
+        path = folder if storage.is_remote(folder) else folder.absolute()
+        temporary.write_text(f"{path}\n", encoding="utf-8")
+        temporary.replace(self.run_dir / "newest")
+        for old in list(complete_checkpoints(self.folder).values())[: -self.keep]:
+            try:
+                (old / ".metadata").unlink()  # incomplete from the first moment on
+                storage.remove_folder(old)
+            except OSError as error:  # another node may still read it; the next save tries again
+                logger.warning(f"{old} could not be deleted: {reason_of(error)}")
 
     def _wait(self) -> None:
-        if self._writing is not None and not self._writing[0].done():
+        if self._writing is not None and not self._writing[1].done():
             logger.info("waiting until the checkpoint is written")
-            concurrent.futures.wait([self._writing[0]], LAST_WRITE_S)
+            concurrent.futures.wait([self._writing[1]], LAST_WRITE_S)
+
+
+# --- what a checkpoint contains ---
 
 
 def collect_content(
@@ -212,92 +293,16 @@ def collect_content(
         {**group, "params": [names[parameter] for parameter in group["params"]]}
         for group in optimizer.param_groups
     ]
+    rng = {"torch": torch.get_rng_state()}
+    if torch.cuda.is_available():
+        rng["cuda"] = torch.cuda.get_rng_state()
     return {
         "model": model_state,
         "optimizer": optimizer_state,
         "lr_scheduler": lr_scheduler.state_dict(),
         "state": state,
-        f"rng-{rank}": get_rng_state(),
+        f"rng-{rank}": rng,
     }
-
-
-@storage.explain_store_errors
-def load_checkpoint(
-    run_dir: Path,
-    model: nn.Module,
-    optimizer: Optimizer,
-    lr_scheduler: LRScheduler,
-    state: dict,
-    settings: dict[str, object],
-) -> bool:
-    """Load the newest complete checkpoint in place and return True, or return False for a new run.
-
-    settings: from fixed_settings. All ranks must call this. If there are more ranks than when it
-    was saved, the new ones keep their RNG state. Raises RunError if the ranks have different
-    settings, if the run was started with other ones, or if the checkpoint is damaged or of another
-    model.
-    """
-    rank, _ = launch.rank_and_world_size()
-    fixed = {name: value for name, value in settings.items() if name != "sources"}
-    launch.check_agreement(fixed, "give all nodes the same arguments, data and Python")
-    found = {}
-    if rank == 0:  # a network file system shows a new folder to other nodes after some seconds
-        path = next(reversed(complete_checkpoints(run_dir).values()), None)
-        found = {0: (path, path and damaged_file(path))}
-    path, damaged = launch.gather(found)[0]
-    recorded = read_state(run_dir)
-    saved = recorded.get("training")
-    if saved is None and (path is not None or (run_dir / "best").exists()):
-        raise RunError(
-            f"{run_dir} has no state.json that describes a run like this: give another -e."
-        )
-    for name, value in fixed.items():
-        if saved and saved.get(name, value) != value:
-            setting = name if name in ORIGINS else f"--{name.replace('_', '-')}"
-            raise RunError(
-                f"The run {run_dir} was started with {setting} {saved[name]}, not {value}"
-                f"{ORIGINS.get(name, '')}: give the old value again, or start a new run with "
-                "another -e."
-            )
-    if damaged:
-        raise RunError(
-            f"The checkpoint file {damaged} is damaged: delete {path} to resume from an older "
-            "checkpoint, or start a new run with another -e."
-        )
-    if rank == 0:  # before the first checkpoint, which is never without its settings
-        _write_state(run_dir, {**recorded, "training": settings})
-    if path is None:
-        if saved:
-            logger.info(f"{run_dir} has no complete checkpoint yet: the run starts from step 0")
-        return False
-    content = collect_content(model, optimizer, lr_scheduler, state)
-    known = reader_of(path).read_metadata().state_dict_metadata
-    needed = {f"model.{name}" for name in content["model"]}
-    for name, moments in content["optimizer"]["state"].items():
-        needed |= {f"optimizer.state.{name}.{key}" for key in moments}
-    if missing := sorted(needed - known.keys()):
-        raise RunError(f"{path} does not contain {missing[0]}: give another -e.")
-    if f"rng-{rank}.torch" not in known:
-        del content[f"rng-{rank}"]
-    # allow_partial_load: another release of PyTorch may use other names for some small values.
-    planner = DefaultLoadPlanner(allow_partial_load=True)
-    remedy = "try again, or delete it to resume from an older checkpoint"
-    read_files(path, content, remedy, planner=planner)
-    local_optimizer = _local_optimizer(optimizer)
-    set_state_dict(
-        model,
-        local_optimizer,
-        model_state_dict=content["model"],
-        optim_state_dict=content["optimizer"],
-    )
-    groups = zip(optimizer.param_groups, local_optimizer.param_groups, strict=True)
-    for group, loaded in groups:
-        group |= {key: value for key, value in loaded.items() if key != "params"}
-    lr_scheduler.load_state_dict(content["lr_scheduler"])
-    state.update(content["state"])
-    if f"rng-{rank}" in content:
-        set_rng_state(content[f"rng-{rank}"])
-    return True
 
 
 def _local_optimizer(optimizer: Optimizer) -> Optimizer:
@@ -305,190 +310,113 @@ def _local_optimizer(optimizer: Optimizer) -> Optimizer:
     return getattr(optimizer, "optim", optimizer)
 
 
-def get_rng_state() -> dict[str, object]:
-    """Return the state of all random number generators that training may use."""
-    name, keys, *rest = np.random.get_state()
-    rng = {
-        "torch": torch.get_rng_state(),
-        # A list: PyTorch's copy for an asynchronous checkpoint knows no arrays.
-        "numpy": (name, keys.tolist(), *rest),
-        "python": random.getstate(),
-    }
-    if torch.cuda.is_available():
-        rng["cuda"] = torch.cuda.get_rng_state()
-    return rng
+def read_files(path: Path, content: dict, remedy: str, **options: object) -> None:
+    """Load the tensors of a checkpoint in place; options are dcp.load's.
 
-
-def set_rng_state(rng: dict[str, object]) -> None:
-    """Restore what get_rng_state returned."""
-    torch.set_rng_state(rng["torch"])
-    np.random.set_state(rng["numpy"])
-    random.setstate(rng["python"])
-    if torch.cuda.is_available():
-        torch.cuda.set_rng_state(rng["cuda"])
-
-
-@storage.explain_store_errors
-def check_finite(
-    run_dir: Path, step: int, loss: torch.Tensor, grad_norm: torch.Tensor | None
-) -> None:
-    """Raise RunError if the loss or the norm of the gradients is not finite.
-
-    All ranks must call this with equal values in each step that may be saved, so that all of them
-    stop before a checkpoint is replaced. The norm is needed because a bad gradient changes the
-    weights at once, but the loss only in the next step. None: a loss scaler (float16) skips steps
-    with such gradients.
+    Removes what is allowed to be missing: the RNG state of a new rank. Raises RunError if a
+    parameter or a moment is missing, and for a file that is missing, cut short or not readable.
     """
-    values = {"loss": loss, "gradient norm": loss if grad_norm is None else grad_norm}
-    if bad := [f"the {name} is {v.item()}" for name, v in values.items() if not v.isfinite()]:
-        saved = max(complete_checkpoints(run_dir), default=None)
-        kept = f"the checkpoint of step {saved} is kept" if saved else "no checkpoint is complete"
-        raise RunError(
-            f"The training has diverged: at step {step} {' and '.join(bad)}; {kept}. Start a new "
-            "run with a smaller --lr or more --warmup-steps. This run would diverge again, unless "
-            f"the hardware was at fault; to resume it: {launch.resume_command(run_dir.name)}"
-        )
-
-
-# --- a run's folder ---
-
-
-def _make_room(run_dir: Path, step: int) -> Path:
-    """Delete what a kill has left and what a checkpoint replaces; return its folder."""
-    folder = run_dir / f"checkpoints/step-{step:08d}"
-
-    def delete() -> None:
-        for other, old in _folders(run_dir).items():
-            if other >= step or not is_complete(old):
-                _delete(old)
-
-    _try(folder, delete, ranks=(0,))
-    return folder
-
-
-def _commit(folder: Path, step: int, keep: int) -> None:
-    """Note the newest step in state.json, then delete all but the newest checkpoints."""
-    run_dir = folder.parents[1]
-
-    def commit() -> None:
-        storage.upload(run_dir, "metrics.jsonl")
-        _write_state(run_dir, {**read_state(run_dir), "step": step})
-        for old in list(_folders(run_dir).values())[:-keep]:
-            try:
-                _delete(old)
-            except OSError as error:  # another node may still read it; the next save tries again
-                logger.warning(f"{old} could not be deleted: {failure_of(error)}")
-
-    _try(folder, commit, ranks=(0,))
-
-
-def _try(folder: Path, action: Callable[[], object], ranks: tuple[int, ...] | None = None) -> None:
-    """Do this on some ranks, or on all; if it fails on any, raise RunError on all."""
-    rank, _ = launch.rank_and_world_size()
-    failures = {}
-    if ranks is None or rank in ranks:
-        try:
-            action()
-        except (Exception, CheckpointException) as error:
-            failures[rank] = failure_of(error)
-    if failures := launch.gather(failures):
-        with contextlib.suppress(Exception):  # the next save tries again
-            if rank == 0 and not is_complete(folder):
-                storage.remove_folder(folder)
-        raise RunError(
-            f"The checkpoint {folder} could not be written ({next(iter(failures.values()))}): is "
-            "the disk full? The previous checkpoint is kept; start the same command again to "
-            "resume from it."
-        )
-
-
-def complete_checkpoints(run_dir: Path) -> dict[int, Path]:
-    """Return the folders of a run's complete checkpoints by step, in order."""
-    return {step: path for step, path in _folders(run_dir).items() if is_complete(path)}
-
-
-def is_complete(folder: Path) -> bool:
-    """Return whether DCP has finished this checkpoint."""
-    return storage.exists(folder / ".metadata")
-
-
-def damaged_file(path: Path) -> Path | None:
-    """Return a file of a checkpoint that is missing or too short, or None if there is none."""
     try:
-        parts = reader_of(path).read_metadata().storage_data.values()
-    except (pickle.UnpicklingError, EOFError, ValueError, AttributeError, ImportError, IndexError):
-        return path / ".metadata"
-    sizes: dict[str, int] = defaultdict(int)
-    for part in parts:
-        sizes[part.relative_path] = max(sizes[part.relative_path], part.offset + part.length)
-    for name, size in sizes.items():
-        file = path / name
-        if not file.exists() or file.stat().st_size < size:
-            return file
-    return None
+        reader = reader_of(path)
+        known = reader.read_metadata().state_dict_metadata
+        needed = {f"model.{name}" for name in content["model"]}
+        for name, moments in content.get("optimizer", {}).get("state", {}).items():
+            needed |= {f"optimizer.state.{name}.{key}" for key in moments}
+        if missing := sorted(needed - known.keys()):
+            raise RunError(f"{path} does not contain {missing[0]}: give another -e.")
+        for name in [name for name in content if name.startswith("rng-")]:
+            if f"{name}.torch" not in known:
+                del content[name]
+        # Another release of PyTorch may use other names for some small values.
+        planner = DefaultLoadPlanner(allow_partial_load=True)
+        dcp.load(content, storage_reader=reader, planner=planner, **options)
+    except RunError:
+        raise
+    except (Exception, CheckpointException) as error:
+        reason = reason_of(error)
+        raise RunError(f"The checkpoint {path} cannot be read ({reason}): {remedy}.") from error
 
 
-def read_state(run_dir: Path) -> dict:
-    """Return the content of state.json, {} without one. Raises RunError if it is damaged."""
-    file = run_dir / "state.json"
-    try:
-        return json.loads(file.read_text(encoding="utf-8"))
-    except (FileNotFoundError, NotADirectoryError):
-        return {}
-    except ValueError as error:
-        raise RunError(f"{file} is damaged ({error}): give another -e.") from error
+# --- folders ---
 
 
-def _write_state(run_dir: Path, content: dict) -> None:
-    """Replace state.json. Job scripts read the local file, to see whether the run advances."""
-    local = storage.local_run_dir(run_dir) / "state.json"
-    temporary = local.with_suffix(".json.tmp")
-    with temporary.open("w", encoding="utf-8") as file:
-        json.dump(content, file, indent=1)
-        file.flush()
-        os.fsync(file.fileno())
-    temporary.replace(local)
-    storage.upload(run_dir, "state.json")
+def complete_checkpoints(folder: Path) -> dict[int, Path]:
+    """Return the complete checkpoints in a folder by step, in order."""
+    found = _folders(folder).items()
+    return {step: path for step, path in found if storage.exists(path / ".metadata")}
 
 
-def _folders(run_dir: Path) -> dict[int, Path]:
-    """Return all folders of checkpoints by step, in order, complete or not."""
-    parent = run_dir / "checkpoints"
-    folders = parent.iterdir() if storage.exists(parent) else ()
+def _folders(folder: Path) -> dict[int, Path]:
+    """Return all checkpoints in a folder by step, in order, complete or not."""
+    folders = folder.iterdir() if storage.exists(folder) else ()
     steps = {int(f.name[5:]): f for f in folders if re.fullmatch(r"step-\d+", f.name)}
     return dict(sorted(steps.items()))
 
 
-def _delete(folder: Path) -> None:
-    """Delete a checkpoint. It is incomplete from the first moment on."""
-    (folder / ".metadata").unlink(missing_ok=True)
-    storage.remove_folder(folder)
-
-
-def reader_of(path: Path) -> dcp.StorageReader:
-    """Return what reads a checkpoint's files, from a disk or a store."""
-    if storage.is_remote(path):
-        return FsspecReader(str(path), **path.storage_options)
-    return dcp.FileSystemReader(path)
-
-
-def read_files(path: Path, content: dict, remedy: str, **options: object) -> None:
-    """Load the tensors of a checkpoint in place; options are dcp.load's. May raise RunError."""
+def read_settings(path: Path) -> dict:
+    """Return the settings of a checkpoint. Raises RunError if they are missing or damaged."""
+    file = path / "settings.json"
     try:
-        dcp.load(content, storage_reader=reader_of(path), **options)
-    except CheckpointException as error:
-        reason = failure_of(error)
-        raise RunError(f"The checkpoint {path} cannot be read ({reason}): {remedy}.") from error
+        return json.loads(file.read_text(encoding="utf-8"))
+    except (FileNotFoundError, ValueError) as error:
+        raise RunError(
+            f"{file} is missing or damaged ({reason_of(error)}), or an earlier version of this "
+            "guide has saved the checkpoint: give another -e."
+        ) from error
 
 
-def writer_of(path: Path) -> dcp.StorageWriter:
-    """Return what writes a checkpoint's files. A store confirms that it has stored an object."""
-    if storage.is_remote(path):
-        return FsspecWriter(str(path), sync_files=False, **path.storage_options)
-    return dcp.FileSystemWriter(path)
+def check_that_all_see(folder: Path) -> None:
+    """Make a folder and write a file there. Raise RunError if a rank does not see it.
+
+    A rank with another folder would save its part of each checkpoint there.
+    """
+
+    def write_mark(folder: Path) -> Path:
+        if not storage.is_remote(folder):
+            folder.mkdir(parents=True, exist_ok=True)
+        mark = folder / f".seen-{uuid.uuid4().hex}"
+        mark.write_bytes(b"")
+        return mark
+
+    mark = on_rank_0(write_mark, folder)
+    deadline = time.monotonic() + SEEN_WITHIN_S
+    while not (seen := storage.exists(mark)) and time.monotonic() < deadline:
+        time.sleep(0.1)
+    rank, _ = launch.rank_and_world_size()
+    not_seen = launch.gather({} if seen else {rank: socket.gethostname()})
+    if rank == 0:
+        mark.unlink()
+    for other, host in not_seen.items():
+        raise RunError(
+            f"Rank {other} on {host} does not see {folder.absolute()} of rank 0: give a --save-dir "
+            "or a --checkpoint-dir that all nodes share."
+        )
 
 
-def failure_of(error: BaseException) -> str:
+def on_rank_0(action: Callable, folder: Path) -> object:
+    """Return action(folder) of rank 0. If it fails there, raise RunError on all ranks."""
+    rank, _ = launch.rank_and_world_size()
+    result = None
+    if rank == 0:
+        try:
+            result = action(folder)
+        except Exception as error:
+            result = error if isinstance(error, RunError) else cannot_use(folder, error)
+    result = launch.gather({rank: result})[0]
+    if isinstance(result, RunError):
+        raise result
+    return result
+
+
+def cannot_use(folder: Path, error: BaseException) -> RunError:
+    """Return an error that says which folder could not be read or written, and why."""
+    return RunError(
+        f"{folder} could not be used ({reason_of(error)}): is the disk full, or the store out of "
+        "reach? Complete checkpoints are kept; start the same command again to resume."
+    )
+
+
+def reason_of(error: BaseException) -> str:
     """Return why a checkpoint's files failed. Ctrl-C on any rank is raised again."""
     if isinstance(error, CheckpointException):
         error = next(iter(error.failures.values()))[0]
@@ -498,12 +426,15 @@ def failure_of(error: BaseException) -> str:
     return text[:200].rstrip(".") or type(error).__name__
 
 
-def describe_model(model: nn.Module) -> str:
-    """Return a checksum of a model's MODEL_SETTINGS and of its parameters' names and shapes.
+def reader_of(path: Path) -> dcp.StorageReader:
+    """Return what reads a checkpoint's files, from a disk or a store."""
+    if storage.is_remote(path):
+        return FsspecReader(str(path), **path.storage_options)
+    return dcp.FileSystemReader(path)
 
-    It starts with the model type. The parameters may be on the meta device.
-    """
-    shapes = {name: list(parameter.shape) for name, parameter in model.named_parameters()}
-    settings = {name: getattr(model.config, name, None) for name in MODEL_SETTINGS}
-    facts = json.dumps([shapes, settings], sort_keys=True, default=str)
-    return f"{model.config.model_type}-{xxhash.xxh3_64_hexdigest(facts.encode())}"
+
+def writer_of(path: Path) -> dcp.StorageWriter:
+    """Return what writes a checkpoint's files. A store confirms that it has stored an object."""
+    if storage.is_remote(path):
+        return FsspecWriter(str(path), sync_files=False, **path.storage_options)
+    return dcp.FileSystemWriter(path)

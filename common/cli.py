@@ -50,6 +50,12 @@ class ArgumentParser(argparse.ArgumentParser):
             allow_abbrev=False,
         )
 
+    def parse_known_args(self, args: list[str] | None = None, namespace: object = None) -> tuple:
+        # torch.distributed.launch adds --local-rank=N. It also sets LOCAL_RANK, as torchrun does.
+        words = sys.argv[1:] if args is None else args
+        words = [word for word in words if not word.startswith("--local-rank=")]
+        return super().parse_known_args(words, namespace)
+
     def convert_arg_line_to_args(self, arg_line: str) -> list[str]:
         try:
             words = shlex.split(os.path.expandvars(arg_line), comments=True)
@@ -90,14 +96,6 @@ def at_least(low: int | float, most: int | float = 2**31) -> Callable[[str], int
         return value
 
     return convert
-
-
-def check_output(file: Path | None) -> None:
-    """Raise RunError if a new file already exists or if its folder is not writable."""
-    if file and file.exists():
-        raise RunError(f"{file} already exists: give another file, or delete it.")
-    if file and not os.access(file.parent, os.W_OK):
-        raise RunError(f"{file} cannot be written: give a file in another folder.")
 
 
 def wait_for_rank_0(status: int) -> None:

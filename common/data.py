@@ -4,71 +4,54 @@ import argparse
 import hashlib
 import json
 import logging
-import math
-import os
-import signal
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
+from tokenizers import Tokenizer
 from torch.utils.data import Dataset, DistributedSampler
 from transformers import PreTrainedTokenizerBase
 
-from common.cli import RunError, is_rank_0
-from common.documents import are_few, find_documents, split_texts
-from common.launch import end_with_parent, n_cores
+from common.cli import RunError
+from common.documents import Text, find_documents
 from common.models import vocabulary_size
-from common.shards import find_shards, open_shards
+from common.shards import Tokens, find_shards, open_shards
 from common.storage import cached_folder
-
-if TYPE_CHECKING:
-    import datasets
 
 logger = logging.getLogger(__name__)
 
 IGNORED = -100  # the losses of transformers leave out this label
-FEW_STEPS = 50  # shorter runs learn next to nothing
-CACHE_VERSION = 7  # raise it when the same input gives other tokens
-BYTES_PER_PROCESS = 2**22  # of text; for less than two of these, one process tokenizes
+CACHE_VERSION = 8  # raise it when the same input gives other tokens
+BATCH = 2**22  # characters that the tokenizer gets at once; it needs about 100 bytes for each token
+BATCHES = 4  # at the same time: at the end of one, it has no work for some of its threads
 
 
 def load_sequences(
-    args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, seq_length: int
+    args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase
 ) -> "tuple[Sequences, Sequences]":
     """Return the training and the evaluation sequences of args.dataset_name.
 
     The documents are tokenized and concatenated in order, with the end-of-text token after each
-    document, and cut into sequences of seq_length tokens; a shorter rest is dropped. The result
-    does not depend on the number of processes. The tokens are cached below HF_HOME, once for all
-    values of seq_length. A folder of ready-made tokens is used as it is (see shards.py).
+    document, and cut into sequences of args.seq_length tokens; a shorter rest is dropped. The
+    tokens are cached below HF_HOME, once for all sequence lengths. A folder of ready-made tokens is
+    used as it is (see shards.py).
 
     Raises RunError for an unknown data set or column, or a corpus shorter than one sequence.
     """
     if files := find_shards(args.dataset_name):
         parts = open_shards(files, tokenizer)
     else:
-        folder = tokenize(args, tokenizer)
-        facts = json.loads((folder / "facts.json").read_text())
-        read = facts.pop("read")
-        logger.info(f"{args.dataset_name}: {read}")
-        parts = []
-        for split, (dtype, count, digest, tokens_per_byte) in facts.items():
-            file = folder / f"{split}.bin"
-            streams = [np.memmap(file, dtype, "r")] if count else []
-            parts.append((streams, digest, tokens_per_byte))
-    train, evaluation = (
-        Sequences(streams, seq_length, digest, tokens_per_byte)
-        for streams, digest, tokens_per_byte in parts
-    )
+        parts = tokenize(args, tokenizer)
+    train, evaluation = (Sequences(tokens, args.seq_length) for tokens in parts)
     for part, sequences in (("training", train), ("evaluation", evaluation)):
         if not len(sequences):
             raise RunError(
                 f"The {part} part of {args.dataset_name} is shorter than one sequence of "
-                f"{seq_length} tokens: give more text or a smaller --seq-length."
+                f"{args.seq_length} tokens: give more text or a smaller --seq-length."
             )
     return train, evaluation
 
@@ -76,116 +59,94 @@ def load_sequences(
 # --- documents -> tokens ---
 
 
-def tokenize(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> Path:
-    """Tokenize a data set, unless that is done already; return a folder below HF_HOME.
-
-    train.bin and evaluation.bin hold the tokens, one after the other. facts.json has for each of
-    the two: the type of a token, their number, a checksum, and the tokens per byte of the text; and
-    "read", in words.
-    """
+def tokenize(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> list[Tokens]:
+    """Return the tokens for training and for evaluation. They are made once, below HF_HOME."""
     documents = find_documents(args.dataset_name, args.dataset_subset, args.text_column)
-    key = (CACHE_VERSION, documents.fingerprint, tokenizer.eos_token_id, _rules_of(tokenizer))
+    # Everything that determines how the tokenizer splits a text.
+    rules = repr((type(tokenizer).__name__, sorted(tokenizer.get_vocab().items())))
+    if tokenizer.is_fast:
+        rules = tokenizer.backend_tokenizer.to_str()
+    key = (CACHE_VERSION, documents.key, tokenizer.eos_token_id, rules)
 
     def fill(folder: Path) -> None:
         start = time.perf_counter()
-        rows = documents.load()
-        encoded = encode_documents(rows, tokenizer, folder / "encoded.arrow")
-        facts = {
-            split: write_tokens(folder / f"{split}.bin", encoded, split == "evaluation")
-            for split in ("train", "evaluation")
-        }
-        facts["read"] = rows.info.description
-        (folder / "facts.json").write_text(json.dumps(facts))
-        del encoded  # closes its files
-        for file in folder.iterdir():
-            if file.suffix not in (".bin", ".json"):
-                file.unlink()
+        write_tokens(folder, documents.read(), tokenizer)
         logger.info("tokenized %s in %.1f s", args.dataset_name, time.perf_counter() - start)
 
-    return cached_folder("tokens", key, fill)
+    folder = cached_folder("tokens", key, fill)
+    parts = []
+    for split, facts in json.loads((folder / "facts.json").read_text()).items():
+        file = folder / f"{split}.bin"
+        streams = [np.memmap(file, facts["dtype"], "r")] if file.stat().st_size else []
+        parts.append(Tokens(streams, facts["digest"], facts["tokens_per_byte"]))
+    return parts
 
 
-def _rules_of(tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return everything that determines how the tokenizer splits a text."""
+def write_tokens(folder: Path, texts: Iterator[Text], tokenizer: PreTrainedTokenizerBase) -> None:
+    """Write train.bin and evaluation.bin, and facts.json, which describes both."""
+    dtype = np.dtype("uint16" if vocabulary_size(tokenizer) <= 2**16 else "uint32")
+    names = ("train", "evaluation")
+    files = [(folder / f"{name}.bin").open("wb") for name in names]
+    digests, n_tokens, n_bytes = [hashlib.sha256(), hashlib.sha256()], [0, 0], [0, 0]
+    for (text, held_out, ends), ids in encode(texts, tokenizer):
+        tokens = np.array([*ids, tokenizer.eos_token_id] if ends else ids, dtype)
+        files[held_out].write(tokens)
+        digests[held_out].update(tokens)
+        n_tokens[held_out] += len(tokens)
+        n_bytes[held_out] += len(text.encode(errors="surrogatepass"))
+    facts = {}
+    for name, file, digest, n, m in zip(names, files, digests, n_tokens, n_bytes, strict=True):
+        file.close()
+        facts[name] = {"dtype": dtype.name, "digest": digest.hexdigest()[:16]}
+        facts[name]["tokens_per_byte"] = n / max(1, m)
+    (folder / "facts.json").write_text(json.dumps(facts))
+
+
+def encode(
+    texts: Iterator[Text], tokenizer: PreTrainedTokenizerBase
+) -> Iterator[tuple[Text, list[int]]]:
+    """Yield each text with its tokens, in order.
+
+    The tokenizer library uses all cores. Meanwhile, the caller writes the batch before.
+    The name of a special token is text if a document contains it.
+    """
     if tokenizer.is_fast:
-        return tokenizer.backend_tokenizer.to_str()
-    return repr((type(tokenizer).__name__, sorted(tokenizer.get_vocab().items())))
+        # A copy, because every call of the tokenizer itself sets these again.
+        backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+        backend.no_truncation()
+        backend.no_padding()
+        backend.encode_special_tokens = True
 
-
-def encode_documents(
-    documents: "datasets.Dataset", tokenizer: PreTrainedTokenizerBase, file: Path
-) -> "datasets.Dataset":
-    """Return rows of "tokens", "held_out" and "bytes", which are mapped from files.
-
-    file: where they are; each process does a part of the documents and adds a number to its name.
-    """
-    import datasets  # the documents have imported it
-
-    size = documents.data.nbytes // BYTES_PER_PROCESS
-    n_processes = max(1, min(n_cores(), len(documents), size))
-    dtype = "uint16" if vocabulary_size(tokenizer) <= 2**16 else "uint32"
-    options = {"few": are_few(documents), "dtype": dtype, "is_child": n_processes > 1}
-    return documents.map(
-        _encode,
-        batched=True,
-        batch_size=4 if "ends" in documents.column_names else 100,  # pieces of files are large
-        num_proc=n_processes if n_processes > 1 else None,
-        fn_kwargs={"tokenizer": tokenizer, **options},
-        remove_columns=documents.column_names,
-        features=datasets.Features(
-            tokens=datasets.Sequence(datasets.Value(dtype)),
-            held_out=datasets.Value("bool"),
-            bytes=datasets.Value("int64"),
-        ),
-        cache_file_name=str(file),
-        new_fingerprint="tokens",  # the library's own depends on what the tokenizer has done before
-        desc="tokenizing",
-    )
-
-
-def _encode(
-    batch: dict[str, list],
-    tokenizer: PreTrainedTokenizerBase,
-    few: bool,
-    dtype: str,
-    is_child: bool,
-) -> dict[str, list]:
-    """Return the columns that encode_documents describes, for some documents.
-
-    few: see split_texts. is_child: whether the library has started this process.
-    """
-    if is_child:  # threads do not help if each core has its own process
-        os.environ["TOKENIZERS_PARALLELISM"] = "false"
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)  # with which the library ends it
-        end_with_parent()
-    columns = {"tokens": [], "held_out": [], "bytes": []}
-    for text, held_out, ends in split_texts(batch, few):
-        # The name of a special token is text if a document contains it.
+    def encode_batch(batch: list[Text]) -> list[list[int]]:
+        words = [text for text, _, _ in batch]
+        if tokenizer.is_fast:
+            encoded = backend.encode_batch_fast(words, add_special_tokens=False)
+            return [encoding.ids for encoding in encoded]
         options = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
-        ids = tokenizer.encode(text, **options)
-        if ends:
-            ids.append(tokenizer.eos_token_id)
-        columns["tokens"].append(np.array(ids, dtype))
-        columns["held_out"].append(held_out)
-        columns["bytes"].append(len(text.encode(errors="surrogatepass")))
-    return columns
+        return [tokenizer.encode(text, **options) for text in words]
+
+    with ThreadPoolExecutor(BATCHES if tokenizer.is_fast else 1) as pool:
+        waiting = []
+        for batch in batches(texts):
+            waiting.append((batch, pool.submit(encode_batch, batch)))
+            if len(waiting) > BATCHES:
+                done, future = waiting.pop(0)
+                yield from zip(done, future.result(), strict=True)
+        for done, future in waiting:
+            yield from zip(done, future.result(), strict=True)
 
 
-def write_tokens(
-    file: Path, encoded: "datasets.Dataset", held_out: bool
-) -> tuple[str, int, str, float]:
-    """Write the tokens of the rows with this "held_out"; return what facts.json says about them."""
-    digest, n_tokens, n_bytes = hashlib.sha256(), 0, 0
-    with file.open("wb") as output:
-        for batch in encoded.data.to_batches():
-            rows = batch.filter(np.equal(batch["held_out"], held_out))
-            tokens = rows["tokens"].flatten().to_numpy(zero_copy_only=False)
-            output.write(tokens)
-            digest.update(tokens)
-            n_tokens += len(tokens)
-            n_bytes += sum(rows["bytes"].to_pylist())
-    dtype = encoded.features["tokens"].feature.dtype
-    return dtype, n_tokens, digest.hexdigest()[:16], n_tokens / max(1, n_bytes)
+def batches(texts: Iterator[Text]) -> Iterator[list[Text]]:
+    """Yield lists of texts with at least BATCH characters in all, but for the last list."""
+    batch, size = [], 0
+    for text in texts:
+        batch.append(text)
+        size += len(text.text)
+        if size >= BATCH:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch
 
 
 # --- tokens -> sequences ---
@@ -196,16 +157,13 @@ class Sequences(Dataset):
 
     Item: {"input_ids": int64 [seq_length], "labels": the same}. The model itself shifts the labels.
 
-    streams: arrays of tokens, memory-mapped; each is cut into sequences, and its rest is left out.
-    digest: a checksum of the tokens. tokens_per_byte: of the original text, for bits per byte.
+    tokens: each of its streams is cut into sequences, and the rest of the stream is left out.
     """
 
-    def __init__(
-        self, streams: list[np.memmap], seq_length: int, digest: str, tokens_per_byte: float
-    ) -> None:
-        self.streams, self.seq_length = streams, seq_length
-        self.digest, self.tokens_per_byte = digest, tokens_per_byte
-        self.starts = np.cumsum([0, *(len(tokens) // seq_length for tokens in streams)])
+    def __init__(self, tokens: Tokens, seq_length: int) -> None:
+        self.streams, self.digest, self.tokens_per_byte = tokens
+        self.seq_length = seq_length
+        self.starts = np.cumsum([0, *(len(stream) // seq_length for stream in self.streams)])
         self.rows: Sequence[int] = range(self.starts[-1])  # numbers of sequences, -1 for padding
 
     def sample(self, limit: int) -> "Sequences":
@@ -218,7 +176,8 @@ class Sequences(Dataset):
         return self._with([*self.rows, *[-1] * (-len(self.rows) % multiple)])
 
     def _with(self, rows: list[int]) -> "Sequences":
-        chosen = Sequences(self.streams, self.seq_length, self.digest, self.tokens_per_byte)
+        tokens = Tokens(self.streams, self.digest, self.tokens_per_byte)
+        chosen = Sequences(tokens, self.seq_length)
         chosen.rows = rows
         return chosen
 
@@ -272,50 +231,3 @@ class ResumableSampler(DistributedSampler):
 
     def __iter__(self) -> Iterator[int]:
         return islice(super().__iter__(), self.start, None)
-
-
-def split_batch(args: argparse.Namespace, world_size: int, n_sequences: int) -> tuple[int, int]:
-    """Return (sequences per device and micro-batch, micro-batches per step).
-
-    The micro-batch is the largest divisor of a rank's share of args.global_batch_size that is at
-    most args.batch_size, so every step has exactly the global batch. Raises RunError if the ranks
-    cannot share the global batch evenly, or if n_sequences is less than one global batch. Rank 0
-    logs a warning if micro-batches are less than half as large as args.batch_size allows, or if the
-    run has fewer than FEW_STEPS steps and --max-steps does not ask for them.
-    """
-    global_batch_size = args.global_batch_size
-    share, rest = divmod(global_batch_size, world_size)
-    if rest:
-        raise RunError(
-            f"{world_size} devices cannot share --global-batch-size {global_batch_size} evenly: "
-            f"give another number of devices, or a --global-batch-size that {world_size} divides."
-        )
-    if n_sequences < global_batch_size:
-        raise RunError(
-            f"The training data is only {n_sequences} sequences, less than --global-batch-size "
-            f"{global_batch_size}: give more text, or fewer or shorter sequences."
-        )
-    if getattr(args, "max_steps", 1) is None and is_rank_0():
-        _warn_of_few_steps(args.num_epochs, n_sequences, global_batch_size)
-    limit = min(share, args.batch_size)
-    micro_batch_size = max(n for n in range(1, limit + 1) if share % n == 0)
-    if micro_batch_size < limit / 2 and is_rank_0():
-        better = world_size * limit * max(1, round(share / limit))
-        logger.warning(
-            f"Each device trains on {share} sequences per step in micro-batches of only "
-            f"{micro_batch_size}, because no larger number up to {limit} divides {share}: "
-            f"--global-batch-size {better} allows {limit}."
-        )
-    return micro_batch_size, share // micro_batch_size
-
-
-def _warn_of_few_steps(num_epochs: float, n_sequences: int, global_batch_size: int) -> None:
-    per_epoch = n_sequences // global_batch_size
-    steps = max(1, round(num_epochs * per_epoch))
-    if steps < FEW_STEPS:
-        enough = math.ceil(10 * FEW_STEPS / per_epoch) / 10
-        logger.warning(
-            f"This run has only {steps} step{'s' * (steps > 1)}, because the training data is "
-            f"only {n_sequences} sequences: give --num-epochs {enough:g} for at least {FEW_STEPS} "
-            "steps, or --max-steps, or a smaller --global-batch-size."
-        )

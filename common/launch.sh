@@ -22,16 +22,69 @@ if [[ -n "${DEFAULT_NAME:-}" && " $*" != *" -e"* && " $*" != *" --experiment-nam
 fi
 
 # One process per GPU or, without GPUs, two; NPROC_PER_NODE sets another number. They share the cores
-# equally. RUN is the run's local folder, in which the launchers keep the output of each rank.
-PLAN=$("$PYTHON" -m common.launch "$@")
-{ read -r PROCESSES && read -r THREADS && read -r RUN; } <<<"$PLAN"
+# equally. PyTorch knows which GPUs this job may use (CUDA_VISIBLE_DEVICES).
+PROCESSES=${NPROC_PER_NODE:-}
+if [[ -z "$PROCESSES" ]] && { [[ -e /dev/kfd ]] || command -v nvidia-smi >/dev/null; }; then
+    PROCESSES=$("$PYTHON" -c 'import torch; print(torch.cuda.device_count() or 2)')
+fi
+PROCESSES=${PROCESSES:-2}
+if [[ ! "$PROCESSES" =~ ^[1-9][0-9]*$ ]]; then
+    echo "NPROC_PER_NODE is '$PROCESSES', which is not a number of processes." >&2
+    exit 2
+fi
+CORES=$(nproc 2>/dev/null || sysctl -n hw.ncpu)
+THREADS=$((CORES > PROCESSES ? CORES / PROCESSES : 1))
+
+# RUN is the run's folder, in which the launchers keep the output of each rank.
+words() { # one argument per line, also those in a file that is given as @file
+    for WORD in "$@"; do
+        case "$WORD" in
+            @*) sed 's/#.*//' "${WORD#@}" | xargs printf '%s\n' ;;
+            *) printf '%s\n' "$WORD" ;;
+        esac
+    done
+}
+SAVE_DIR=outputs NAME=unnamed PREVIOUS=
+while IFS= read -r WORD; do
+    case "$PREVIOUS" in
+        -e | --experiment-name) NAME=$WORD ;;
+        --save-dir) SAVE_DIR=$WORD ;;
+    esac
+    case "$WORD" in
+        --experiment-name=* | -e=*) NAME=${WORD#*=} ;;
+        --save-dir=*) SAVE_DIR=${WORD#*=} ;;
+        -e?*) NAME=${WORD#-e} ;;
+    esac
+    PREVIOUS=$WORD
+done < <(words "$@")
+RUN="${SAVE_DIR/#\~/$HOME}/$NAME"
 # Show the lines of rank 0 without torchrun's prefix, because they already contain the rank.
 # shellcheck disable=SC2016
 export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE='${role_name}'
 
-# Prints what changes when the run has saved. With --async-checkpoint, state.json has a step only with
-# the next save.
-checkpoints() {
-    grep -s '"step"' "$RUN/state.json" || true
-    ls -d "$RUN"/checkpoints/*/.metadata 2>/dev/null || true
+# --- the end of a Slurm job ---
+
+NEWEST=$(cat "$RUN/newest" 2>/dev/null || true) # the newest checkpoint before this start
+
+# end_job STATUS: exit with the status of srun. Before that, requeue the job if the run saved after a
+# signal and wrote `requeue`, or if it failed after it had saved a new checkpoint. A cancelled job is
+# no longer running and is not requeued.
+end_job() {
+    ls "$RUN" >/dev/null 2>&1 || true # makes a network file system update its view of the folder
+    REQUEUE=$(cat "$RUN/requeue" 2>/dev/null || true)
+    if [[ "$REQUEUE" != "$SLURM_JOB_ID ${SLURM_RESTART_COUNT:-0}" ]] &&
+        { (($1 == 0)) || [[ "$(cat "$RUN/newest" 2>/dev/null || true)" == "$NEWEST" ]]; }; then
+        exit "$1"
+    fi
+    for _ in 1 2 3 4 5; do # a busy controller may not answer
+        STATE=$(squeue --noheader --job "$SLURM_JOB_ID" --format %T) && break
+        sleep 5
+    done
+    if [[ "${STATE:-unknown}" == RUNNING ]]; then
+        echo "The run resumes when the job starts again."
+        scontrol requeue "$SLURM_JOB_ID"
+    else # tracebacks may hide where the run was saved
+        grep -s "^Told to stop" "/proc/$$/fd/2" | tail -n 1 || true
+    fi
+    exit "$(($1 ? $1 : 75))" # 75 is EX_TEMPFAIL: try again later
 }

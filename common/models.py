@@ -1,21 +1,17 @@
-"""Models: configuration, tokenizer, weights, attention, and a sample of a model's text.
+"""Models: configuration, tokenizer, weights and attention.
 
 The name of a model is a preset, a local folder, or a hub id.
 """
 
-import functools
 import json
 import logging
 import math
-import os
-import re
 import textwrap
 from pathlib import Path
 
 import huggingface_hub
 import torch
 import transformers
-from huggingface_hub import constants
 from safetensors import SafetensorError
 from tokenizers import Tokenizer
 from torch import nn
@@ -27,7 +23,6 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     AutoTokenizer,
-    GenerationConfig,
     PretrainedConfig,
     PreTrainedModel,
     PreTrainedTokenizerBase,
@@ -44,10 +39,12 @@ PRESETS = Path(__file__).parent / "presets"
 PRESET_NAMES = tuple(sorted(path.parent.name for path in PRESETS.glob("*/config.json")))
 # These models are causal although is_decoder is False in their configurations.
 CAUSAL_ALTHOUGH_NOT_DECODER = ("gpt_neox", "gpt_neox_japanese")
+# These do not shift their labels, or see later tokens.
+NOT_CAUSAL = (
+    *("bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "marian", "mbart", "mvp"),
+    *("pegasus", "plbart", "prophetnet", "trocr", "whisper", "cpmant", "xlm", "xlnet"),
+)
 POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length")
-CHECKED_TOKENS = 8
-PRIVATE = 0x10F000  # characters from here on, for private use, stand for special tokens' names
-PROMPTS = {"python-stdlib": "    def"}  # of the sample of a model's text, by data set
 
 
 def load_config(name: str, tokenizer: PreTrainedTokenizerBase | None = None) -> PretrainedConfig:
@@ -70,8 +67,9 @@ def load_config(name: str, tokenizer: PreTrainedTokenizerBase | None = None) -> 
     encoder = getattr(config, "is_decoder", None) is False
     if (
         type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
-        or getattr(config, "is_encoder_decoder", False)
+        or config.model_type in NOT_CAUSAL
         or (encoder and config.model_type not in CAUSAL_ALTHOUGH_NOT_DECODER)
+        or getattr(config, "use_bidirectional_attention", False)
         or not all(hasattr(config, key) for key in ("vocab_size", "num_attention_heads"))
     ):
         raise RunError(
@@ -81,11 +79,8 @@ def load_config(name: str, tokenizer: PreTrainedTokenizerBase | None = None) -> 
     if getattr(config, "quantization_config", None):
         raise RunError(f"The weights of {name} are quantized: choose a model in float or bfloat16.")
     if getattr(config, "output_router_logits", False):
-        config.output_router_logits = False
-        logger.warning(
-            f"The auxiliary loss of {name}'s router is left out: its value would depend on the "
-            "number of devices and on the size of the micro-batches."
-        )
+        config.output_router_logits = False  # this loss would depend on the number of devices
+        logger.warning(f"The auxiliary loss of {name}'s router is left out.")
     n_tokens = vocabulary_size(tokenizer) if tokenizer else 0
     if tokenizer and name in PRESET_NAMES and tokenizer.name_or_path != str(PRESETS / "tokenizer"):
         config.vocab_size = -(-n_tokens // 64) * 64
@@ -99,11 +94,6 @@ def load_config(name: str, tokenizer: PreTrainedTokenizerBase | None = None) -> 
     pad = getattr(config, "pad_token_id", None) or 0
     if pad >= config.vocab_size or (tokenizer and pad == tokenizer.eos_token_id):
         config.pad_token_id = None
-    try:
-        with torch.device("meta"):
-            AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    except Exception as error:  # each model checks its sizes and names in its own way
-        raise cannot_load("model", name, error) from error
     return config
 
 
@@ -206,42 +196,6 @@ def load_pretrained(
     return model
 
 
-@torch.no_grad()
-def check_causal(model: PreTrainedModel) -> None:
-    """Raise RunError if a model sees later tokens or does not shift its labels.
-
-    Its losses would mean nothing. A forward pass on the CPU over CHECKED_TOKENS tokens shows it, or
-    shows that the sizes in the configuration do not fit together.
-    """
-    name = model.config.name_or_path or model.config.model_type
-    tokens = torch.arange(2, CHECKED_TOKENS + 2)[None] % model.config.vocab_size
-    other = tokens.clone()
-    other[0, -1] = 0
-    model.eval()
-    try:
-        logits, output = model(input_ids=tokens).logits, model(input_ids=other, labels=other)
-    except RuntimeError as error:
-        raise cannot_load("model", name, error) from error
-    model.train()
-    if not output.logits.isfinite().all():
-        raise RunError(f"The model {name} computes nan or inf: get its weights again.")
-    difference = (logits - output.logits)[0, :-1].abs().max()
-    shifted = nn.functional.cross_entropy(output.logits[0, :-1].float(), other[0, 1:])
-    sees_later = difference > 1e-4 * logits.abs().max()
-    if sees_later or not torch.isclose(output.loss, shifted, rtol=1e-3):
-        fault = "sees later tokens" if sees_later else "does not shift its labels"
-        raise RunError(
-            f"The model {name} {fault}: choose one that predicts the next token, such as GPT-2 or "
-            "Llama."
-        )
-
-
-def let_others_read(folder: Path) -> None:
-    """Give weights the mode of the other files: safetensors lets only the owner read them."""
-    for file in folder.glob("*.safetensors"):
-        file.chmod((folder / "config.json").stat().st_mode)
-
-
 # --- attention ---
 
 MODELS_WITHOUT_MASK = ("gpt2", "llama")
@@ -304,77 +258,6 @@ AttentionInterface.register("masked_sdpa", causal_sdpa)
 AttentionMaskInterface.register("masked_sdpa", sdpa_mask)
 
 
-# --- a sample of a model's text ---
-
-
-@torch.no_grad()
-def sample_text(
-    model: PreTrainedModel,
-    tokenizer: PreTrainedTokenizerBase,
-    device: torch.device,
-    dataset_name: str,
-    length: int,
-    seed: int,
-) -> str:
-    """Return a prompt with its continuation, up to `length` or 256 tokens.
-
-    The prompt is the end-of-text token, after which a new document begins. For the built-in corpus
-    it is the start of a method, because most of its documents begin with many lines of comment.
-    All ranks must call this.
-    """
-    torch.manual_seed(seed)
-    prompt = PROMPTS.get(dataset_name, tokenizer.eos_token)
-    ids = tokenizer.encode(prompt, add_special_tokens=False, return_tensors="pt").to(device)
-    if ids.shape[1] >= length:
-        return prompt
-    model.eval()
-    settings = model.generation_config  # of a folder: they may need more than a sample does
-    model.generation_config = GenerationConfig(
-        max_new_tokens=min(length, 256) - ids.shape[1],
-        do_sample=True,
-        temperature=0.7,
-        top_k=40,
-        remove_invalid_values=True,
-        use_cache=True,
-        eos_token_id=tokenizer.eos_token_id,
-        pad_token_id=tokenizer.eos_token_id,
-    )
-    with torch.compiler.set_stance("force_eager"):  # it would compile once for every length
-        synced = torch.distributed.is_initialized()  # FSDP gathers weights for each token
-        tokens = model.generate(ids, attention_mask=torch.ones_like(ids), synced_gpus=synced)
-    model.generation_config = settings
-    return tokenizer.decode(tokens[0], skip_special_tokens=True)
-
-
-# --- chat: the name of a special token in a message is text ---
-
-
-@functools.cache
-def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
-    """Return the names of the special tokens, longest first, by a private character for each."""
-    special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
-    return {
-        chr(PRIVATE + number): token
-        for number, token in enumerate(sorted(special, key=len, reverse=True))
-    }
-
-
-def hide_special_tokens(message: str, tokenizer: PreTrainedTokenizerBase) -> str:
-    """Return a message in which private characters stand for the names of special tokens."""
-    for character, token in special_tokens(tokenizer).items():
-        message = message.replace(token, character)
-    return message
-
-
-def encode_chat(rendered: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the tokens of a conversation, or of a part, whose messages went through the above."""
-    names, tokens = special_tokens(tokenizer), []
-    for piece in re.split(f"([{''.join(names)}])", rendered):
-        options = {"add_special_tokens": False, "split_special_tokens": piece in names}
-        tokens += tokenizer.encode(names.get(piece, piece), verbose=False, **options)
-    return tokens
-
-
 # --- names: presets, local folders and hub ids ---
 
 
@@ -386,48 +269,23 @@ def resolve_model(name: str, kind: str = "model") -> str:
     if name in PRESET_NAMES:
         return str(PRESETS / name)
     if not name or not Path(name).is_dir():
-        prepare_for_hub(kind, name)
+        check_hub_id(kind, name)
     return name
 
 
-def prepare_for_hub(kind: str, name: str) -> None:
-    """Before a name is looked up on the hub: make its libraries offline if it cannot be reached.
-
-    Raises RunError if the name cannot be a hub id, so it is a path that does not exist.
-    """
+def check_hub_id(kind: str, name: str) -> None:
+    """Raise RunError if a name cannot be a hub id, so it is a path that does not exist."""
     if not name or name[0] in "/.~" or name.count("/") > 1:
         raise RunError(f"There is no {kind} at {name!r}: no such file or folder; check the path.")
-    hub_is_reachable()
-
-
-@functools.cache
-def hub_is_reachable() -> bool:
-    """Return whether the hub answers within 5 s. If not, make its libraries use only their cache.
-
-    Otherwise they would retry for almost half a minute.
-    """
-    if constants.HF_HUB_OFFLINE:
-        return False
-    try:
-        huggingface_hub.get_session().head(constants.ENDPOINT, timeout=5)
-    except Exception:  # no route, no name server, a bad certificate, a proxy that refuses
-        os.environ["HF_HUB_OFFLINE"] = "1"  # for libraries that are imported later
-        constants.HF_HUB_OFFLINE = True
-        return False
-    return True
 
 
 def cannot_load(kind: str, name: str, cause: Exception) -> RunError:
     """Return an error that says what cannot be loaded, and quotes the library."""
-    lines = re.sub(r"(:|cast)\s+", r"\1 ", str(cause).strip()).splitlines()
-    why = [line for line in lines[1:] if line.startswith("because")]  # of the datasets library
-    reason = " ".join([*lines[:1], *why]) or type(cause).__name__
-    reason = textwrap.shorten(reason, 300, placeholder=" ...").rstrip(".:")
+    reason = textwrap.shorten(str(cause), 300, placeholder=" ...").rstrip(".:")
+    reason = reason or type(cause).__name__
     if Path(name).exists():
         return RunError(f"{name} has no usable {kind} ({reason}): check or replace its files.")
-    if not hub_is_reachable():
-        reason = f"the hub ({constants.ENDPOINT}) cannot be reached"
     return RunError(
-        f"There is no {kind} {name!r}: it is no preset, no local path and not in the cache, and "
-        f"{reason}; what always works: -d python-stdlib -m gpt2-tiny, or local paths."
+        f"There is no {kind} {name!r}: it is no preset and no local path, and the hub says: "
+        f"{reason}. Without a network, use -d python-stdlib and -m gpt2-tiny, or local paths."
     )

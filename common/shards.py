@@ -2,14 +2,15 @@
 
 import hashlib
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
 from common.cli import RunError
-from common.documents import fetch
+from common.documents import split_of
 from common.models import vocabulary_size
-from common.storage import is_remote
+from common.storage import fetch, is_remote
 
 # The header of llm.c, in which FineWeb is distributed for GPT-2: 256 int32 with MAGIC, a version
 # and the number of tokens. https://github.com/karpathy/llm.c/blob/master/dev/data/data_common.py
@@ -20,6 +21,18 @@ OF_OTHERS = ("*.idx", "index.json", "meta.pkl")
 CHECKED = 65536  # so many tokens at both ends of a shard are checked, and decoded once
 
 
+class Tokens(NamedTuple):
+    """The tokens of one part of a data set.
+
+    streams: arrays of tokens [n], memory-mapped. digest: a checksum of the tokens.
+    tokens_per_byte: of the original text, for bits per byte.
+    """
+
+    streams: list[np.memmap]
+    digest: str
+    tokens_per_byte: float
+
+
 def find_shards(name: str) -> list[Path]:
     """Return the shards in a folder, in the order of their names; of an address, local copies."""
     folder = fetch(name) if is_remote(name) else Path(name)
@@ -27,17 +40,17 @@ def find_shards(name: str) -> list[Path]:
     return [path for path in files if path.suffix in (".bin", ".npy")]
 
 
-def open_shards(
-    files: list[Path], tokenizer: PreTrainedTokenizerBase
-) -> list[tuple[list[np.memmap], str, float]]:
-    """Return (streams, checksum, tokens per byte) for training and for evaluation.
+def open_shards(files: list[Path], tokenizer: PreTrainedTokenizerBase) -> list[Tokens]:
+    """Return the tokens for training and for evaluation.
 
-    Shards with "val" in their names are for evaluation, otherwise the last one. The tokens per byte
-    are an estimate, from the start of a shard. Raises RunError if there is nothing else, if a
-    file is not what it seems, or if the tokenizer is another one.
+    Shards whose names say validation are for evaluation, otherwise the last one; those that say
+    test are left out (see split_of). The tokens per byte are an estimate, from the start of a
+    shard. Raises RunError if there is nothing else, if a file is not what it seems, or if the
+    tokenizer is another one.
     """
-    held_out = [file for file in files if "val" in file.name] or files[-1:]
-    train = [file for file in files if file not in held_out]
+    used = [file for file in files if split_of(Path(file.name)) != "test"]
+    held_out = [file for file in used if split_of(Path(file.name)) == "validation"] or used[-1:]
+    train = [file for file in used if file not in held_out]
     if not train:
         raise RunError(f"{files[0].parent} has no shard for training: give at least two shards.")
     if others := [file for pattern in OF_OTHERS for file in files[0].parent.glob(pattern)]:
@@ -46,7 +59,7 @@ def open_shards(
             "this tokenizer only, or the text itself."
         )
     opened, n_tokens = {}, vocabulary_size(tokenizer)
-    for file in files:
+    for file in used:
         try:
             opened[file] = tokens = _open(file, n_tokens)
             if (highest := max(tokens[:CHECKED].max(), tokens[-CHECKED:].max())) >= n_tokens:
@@ -62,7 +75,7 @@ def open_shards(
     text = tokenizer.decode(sample, skip_special_tokens=True)
     tokens_per_byte = len(sample) / max(1, len(text.encode()))
     parts = (train, held_out)
-    return [([opened[file] for file in part], checksum(part), tokens_per_byte) for part in parts]
+    return [Tokens([opened[f] for f in part], checksum(part), tokens_per_byte) for part in parts]
 
 
 def checksum(files: list[Path]) -> str:

@@ -4,14 +4,12 @@ An address becomes a UPath. It has the methods of Path, so most code works for b
 """
 
 import errno
-import functools
 import hashlib
 import logging
 import os
-import re
 import shutil
 from collections.abc import Callable
-from pathlib import Path
+from pathlib import Path, PurePath
 
 from filelock import FileLock
 from huggingface_hub import constants
@@ -19,8 +17,9 @@ from huggingface_hub import constants
 from common.cli import RunError
 
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
-# Packages of object store clients. Their exceptions are not all OSErrors.
-STORE_CLIENTS = {"aiobotocore", "aiohttp", "azure", "botocore", "gcsfs", "google", "requests"}
+# What stores say of a file that changes when its content does.
+STAMPS = ("size", "mtime", "LastModified", "last_modified", "updated", "created")
+STAMPS += ("ETag", "etag", "md5Hash", "content_md5")
 
 
 def is_remote(path: object) -> bool:
@@ -56,16 +55,42 @@ def as_path(path: str) -> Path:
     return opened
 
 
-def local_run_dir(run_dir: Path) -> Path:
-    """Return a run's local folder for locks, logs and wandb files: for an address, below HF_HOME.
+def exists(path: Path) -> bool:
+    """Return whether a file exists. Unlike UPath.exists, raises an error if the store fails."""
+    try:
+        return bool(path.fs.info(path.path)) if is_remote(path) else path.exists()
+    except FileNotFoundError:
+        return False
 
-    If `run_dir` is not an address, it is `run_dir` itself.
+
+def remove_folder(path: Path) -> None:
+    """Delete a folder, if it exists, with everything in it."""
+    if is_remote(path):
+        if path.fs.find(path.path):
+            path.fs.rm(path.path, recursive=True)
+    elif path.exists():
+        shutil.rmtree(path)
+
+
+def fetch(address: str) -> Path:
+    """Return a local copy of a remote file or folder: a new copy when the store reports a change.
+
+    Raises RunError if there is no such file, if the store fails, or if it cannot be written.
     """
-    if not is_remote(run_dir):
-        return run_dir
-    digest = hashlib.sha256(str(run_dir).encode()).hexdigest()[:8]
-    address = re.sub(r"[^\w.-]+", "-", str(run_dir))[-80:]
-    return Path(constants.HF_HOME) / "remote-runs" / f"{address}-{digest}"
+    path = as_path(address)
+    root = path.path.rstrip("/")
+    try:
+        found = path.fs.find(root, detail=True)
+    except Exception as error:  # each client has its own; also if there is not even a bucket
+        raise RunError(f"'{address}' cannot be read ({error}): check the address.") from error
+    if not found:
+        raise RunError(f"There is no data set at '{address}': check the address.")
+    facts = [(file, [str(info.get(key)) for key in STAMPS]) for file, info in sorted(found.items())]
+
+    def fill(folder: Path) -> None:
+        path.fs.get(root, f"{folder}/", recursive=True)
+
+    return cached_folder("remote-data", (address, facts), fill) / PurePath(root).name
 
 
 def cached_folder(kind: str, key: object, fill: Callable[[Path], None]) -> Path:
@@ -77,6 +102,8 @@ def cached_folder(kind: str, key: object, fill: Callable[[Path], None]) -> Path:
     """
     cache = Path(constants.HF_HOME) / kind
     folder = cache / hashlib.sha256(repr(key).encode()).hexdigest()[:32]
+    if folder.exists():  # also in a cache that can only be read
+        return folder
     unfinished = folder.with_suffix(".unfinished")
     try:
         cache.mkdir(parents=True, exist_ok=True)
@@ -95,65 +122,8 @@ def cached_folder(kind: str, key: object, fill: Callable[[Path], None]) -> Path:
     return folder
 
 
-def exists(path: Path) -> bool:
-    """Return whether a file exists. Unlike UPath.exists, raises an error if the store fails."""
-    try:
-        return bool(path.fs.info(path.path)) if is_remote(path) else path.exists()
-    except FileNotFoundError:
-        return False
-
-
-def remove_folder(path: Path) -> None:
-    """Delete a folder, if it exists, with everything in it."""
-    if is_remote(path):
-        if path.fs.find(path.path):
-            path.fs.rm(path.path, recursive=True)
-    elif path.exists():
-        shutil.rmtree(path)
-
-
-def upload(run_dir: Path, name: str) -> None:
-    """If a run is in a store, copy a file of its local folder there, if there is such a file.
-
-    It is written in one request: others see either its old content or all of the new one.
-    """
-    local = local_run_dir(run_dir) / name
-    if is_remote(run_dir) and local.exists():
-        target = run_dir / name
-        target.fs.pipe_file(target.path, local.read_bytes())
-
-
-# --- errors ---
-
-
 def disk_error(error: BaseException | None) -> BaseException | None:
     """Return the disk's error that caused this one, or None: the datasets library wraps it."""
     while error is not None and getattr(error, "errno", None) not in DISK_ERRORS:
         error = error.__cause__
     return error
-
-
-def explain_store_errors(function: Callable) -> Callable:
-    """Decorate a function so that it raises RunError if an object store fails.
-
-    The function's first argument is a path or an address. FileNotFoundError is not changed.
-    """
-
-    @functools.wraps(function)
-    def explaining(path: Path | str, *args: object, **options: object) -> object:
-        try:
-            return function(path, *args, **options)
-        except FileNotFoundError:
-            raise
-        except Exception as error:
-            is_client = type(error).__module__.split(".")[0] in STORE_CLIENTS
-            if not is_remote(path) or not (is_client or isinstance(error, OSError)):
-                raise
-            reason = getattr(error, "strerror", None) or str(error) or type(error).__name__
-            reason = reason.partition("\n")[0].rstrip(".")
-            raise RunError(
-                f"{path} cannot be used ({reason}): check the address and the credentials, then "
-                "start the same command again."
-            ) from error
-
-    return explaining

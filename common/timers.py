@@ -59,13 +59,13 @@ class PhaseTimers:
         self._spans.setdefault(phase, []).append((start, self._mark()))
 
     def read(
-        self, tokens_per_step: int, world_size: int, token_flops: float
+        self, steps: int, tokens_per_step: int, world_size: int, token_flops: float
     ) -> dict[str, float | None]:
-        """Return the measurements since the last call, and start again; waits for the device.
+        """Return the measurements of the steps since the last call; waits for the device.
 
         "time/<phase>" and "time/total": ms per step. The total is wall-clock time, so it includes
-        what is in no phase. The number of steps is the number of "update" phases. "time/wait" is
-        the sum of one step, because only the step that is logged has this phase.
+        what is in no phase. "time/wait" is the sum of one step, because only the step that is
+        logged has this phase.
         "tokens_per_s": of all devices together, and "tokens_per_s_per_device".
         "mfu": model FLOP/s as a share of the device's peak FLOP/s, or None if that is unknown.
         "peak_mem_gib": peak memory so far, of tensors on a GPU, or of the process on a CPU.
@@ -75,7 +75,6 @@ class PhaseTimers:
             phase: sum(self._elapsed_ms(*span) for span in spans)
             for phase, spans in self._spans.items()
         }
-        steps = len(self._spans["update"])
         total = 1000 * (now - self._start)
         total -= sum(sums.pop(phase, 0.0) for phase in OUTSIDE_THE_STEP)
         self._spans, self._start = {}, now

@@ -7,7 +7,6 @@ import logging
 import math
 import os
 import re
-import socket
 import time
 import uuid
 from pathlib import Path
@@ -15,14 +14,12 @@ from typing import IO
 
 from filelock import FileLock, Timeout
 
-from common import storage
 from common.cli import RunError
-from common.launch import check_name, gather, rank_and_world_size, resume_command
+from common.launch import gather, rank_and_world_size
 
 logger = logging.getLogger(__name__)
 
 PROJECT = "one-diff-at-a-time"
-SEEN_WITHIN_S = 10.0  # a network file system shows a new file to other nodes after some seconds
 # After a restart, ranks of a lost node may still hold the lock until they give up. The other ranks
 # wait for --dist-timeout (default: 600 s); a shorter one ends this wait early.
 LOST_NODE_S = 500.0
@@ -43,46 +40,45 @@ SHOWN = {
 WAIT = ("time/wait_max", "slowest_rank", "slowest_host")  # shown together
 
 
-def make_run_dir(args: argparse.Namespace, resumes: bool = True) -> Path:
+def make_run_dir(args: argparse.Namespace) -> Path:
     """Make, lock and log the folder args.save_dir/args.experiment_name; all ranks must call this.
 
-    Without a name, rank 0 chooses one. It holds the lock until its process ends. After a restart it
-    waits for the lock, at most LOST_NODE_S. For an address, the lock is a local file, so other
-    machines do not see it. resumes: whether the log says how to resume the run.
-
-    Raises RunError if the name cannot be a folder's, if the folder cannot be written, if
-    another process is training in it, or if it is not the same folder for all ranks.
+    Without a name, rank 0 chooses one. Rank 0 holds the lock until its process ends. After a
+    restart it waits for the lock, at most LOST_NODE_S. Raises RunError if the name cannot be a
+    folder's, if the folder cannot be written, or if another process is training in it.
     """
     rank, _ = rank_and_world_size()
-    run_dir = storage.as_path(args.save_dir) / _name_of(args)
-    local = storage.local_run_dir(run_dir)
+    if "://" in args.save_dir:
+        raise RunError("--save-dir is a local folder; --checkpoint-dir may be an address.")
+    run_dir = Path(args.save_dir).expanduser() / _name_of(args)
     restarts = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
     is_restart = any(int(os.environ.get(name) or 0) for name in restarts)
     try:
-        local.mkdir(parents=True, exist_ok=True)
         if rank == 0:
-            lock = LOCKS.setdefault(local, FileLock(local / ".lock"))
+            run_dir.mkdir(parents=True, exist_ok=True)
+            lock = LOCKS.setdefault(run_dir, FileLock(run_dir / ".lock"))
             lock.acquire(timeout=LOST_NODE_S if is_restart else 0)
-            (local / "requeue").unlink(missing_ok=True)  # from the previous start
+            (run_dir / "requeue").unlink(missing_ok=True)  # from the previous start
     except Timeout as error:
         raise RunError(
             f"Another process is training in {run_dir}: wait for it, or give another -e."
         ) from error
     except (OSError, NotImplementedError) as error:  # a cluster's file system may not have locks
         reason = getattr(error, "strerror", None) or error
-        flag = "--save-dir" if local == run_dir else "HF_HOME"
-        raise RunError(f"Cannot write to {local} ({reason}): give another {flag}.") from error
-    _check_that_all_see_it(run_dir)
-    how = f"; to resume it after a stop: {resume_command(run_dir.name)}" if resumes else ""
-    lock = ", which is locked for this machine only" if storage.is_remote(run_dir) else ""
-    logger.info(f"the run's folder is {run_dir}{lock}{how}")
+        raise RunError(f"Cannot write to {run_dir} ({reason}): give another --save-dir.") from error
+    logger.info(f"the run's folder is {run_dir}; to resume it after a stop, give -e {run_dir.name}")
     return run_dir
 
 
 def _name_of(args: argparse.Namespace) -> str:
     """Return args.experiment_name, or a new name: model, data set, time and process of rank 0."""
     if (name := args.experiment_name) is not None:
-        return check_name(name)
+        if not re.fullmatch(r"[\w.-]{1,200}", name) or not name.strip("."):
+            raise RunError(
+                f"{name!r} cannot be an experiment's name: it names a folder, so use up to 200 "
+                "letters, digits, '-', '_' and '.'."
+            )
+        return name
     if int(os.environ.get("TORCHELASTIC_MAX_RESTARTS", 0)):  # each restart would begin a new run
         raise RunError("With --max-restarts a run needs a name that stays: give one with -e.")
     model, dataset = Path(args.model_name).name, Path(args.dataset_name).stem
@@ -90,33 +86,6 @@ def _name_of(args: argparse.Namespace) -> str:
     name = f"{model}-{dataset}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
     rank, _ = rank_and_world_size()
     return gather({rank: re.sub(r"[^\w.-]+", "-", name)})[0]
-
-
-@storage.explain_store_errors
-def _check_that_all_see_it(run_dir: Path) -> None:
-    """Write a file. Raise RunError if that fails, or if a rank does not see it.
-
-    A rank with another folder would save its part of each checkpoint there.
-    """
-    rank, _ = rank_and_world_size()
-    mark = run_dir / f".seen-{gather({rank: uuid.uuid4().hex})[0]}"
-    if rank == 0:
-        try:
-            mark.write_bytes(b"")
-        except FileNotFoundError as error:  # s3fs says so if there is no such bucket
-            raise OSError(str(error)) from error
-    deadline = time.monotonic() + SEEN_WITHIN_S
-    while not (seen := mark.exists()) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    not_seen = gather({} if seen else {rank: socket.gethostname()})
-    if rank == 0:
-        mark.unlink()
-    if not_seen:
-        other, host = next(iter(not_seen.items()))
-        raise RunError(
-            f"Rank {other} on {host} does not see {run_dir.absolute()} of rank 0: give a "
-            "--save-dir on a file system that all nodes share."
-        )
 
 
 class Tracker:
@@ -137,7 +106,8 @@ class Tracker:
         self._total_steps = config["total_steps"]
         if rank == 0:
             self._file = _open_metrics(run_dir, step)
-        if (rank == 0 or node) and not _is_wandb_disabled():
+        # wandb takes a second to import, so it is not imported if it is not wanted at all.
+        if (rank == 0 or node) and os.environ.get("WANDB_MODE") != "disabled":
             suffix = "" if rank == 0 else f"-{node}"
             self._wandb = _start_wandb(run_dir, config, suffix, run_dir.name if node else None)
 
@@ -185,37 +155,25 @@ class Tracker:
                 wandb.teardown()  # at exit, wandb would do this and show a traceback
 
 
-@storage.explain_store_errors
 def _open_metrics(run_dir: Path, last: int) -> IO[str]:
-    """Open metrics.jsonl to append to it, without later steps and a line that a kill has cut off.
-
-    For an address, this is a local copy. It is uploaded with each checkpoint, so that a store that
-    is slow or out of reach does not stop the training.
-    """
-    saved, local = run_dir / "metrics.jsonl", storage.local_run_dir(run_dir) / "metrics.jsonl"
-    kept = ""
-    for line in saved.read_text(encoding="utf-8").splitlines() if storage.exists(saved) else ():
+    """Open metrics.jsonl to append to it, without later steps and a line that a kill cut off."""
+    file, kept = run_dir / "metrics.jsonl", ""
+    for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
         with contextlib.suppress(ValueError, KeyError):
             if json.loads(line)["step"] <= last:
                 kept += line + "\n"
-    temporary = local.with_suffix(".tmp")
+    temporary = file.with_suffix(".tmp")
     temporary.write_text(kept, encoding="utf-8")
-    temporary.replace(local)
-    return local.open("a", encoding="utf-8")
+    temporary.replace(file)
+    return file.open("a", encoding="utf-8")
 
 
-@storage.explain_store_errors
 def _run_id(run_dir: Path, name: str) -> str:
     file = run_dir / f"{name}.wandb-id"
-    if not storage.exists(file):
+    if not file.exists():
+        file.parent.mkdir(parents=True, exist_ok=True)  # on another node, it may not be shared
         file.write_text(uuid.uuid4().hex)
     return file.read_text()
-
-
-def _is_wandb_disabled() -> bool:
-    """Return whether wandb, which takes a second to import, is not wanted at all."""
-    disabled = os.environ.get("WANDB_DISABLED", "").lower() in ("true", "1", "yes", "on")
-    return disabled or os.environ.get("WANDB_MODE") == "disabled"
 
 
 def _start_wandb(run_dir: Path, config: dict, suffix: str, group: str | None):
@@ -225,7 +183,7 @@ def _start_wandb(run_dir: Path, config: dict, suffix: str, group: str | None):
 
     options = {
         "project": os.environ.get("WANDB_PROJECT", PROJECT),
-        "dir": storage.local_run_dir(run_dir),
+        "dir": run_dir,
         "name": os.environ.get("WANDB_NAME", run_dir.name) + suffix,
         "id": _run_id(run_dir, run_dir.name + suffix),
         "group": group,
@@ -242,8 +200,3 @@ def _start_wandb(run_dir: Path, config: dict, suffix: str, group: str | None):
         logger.warning(f"wandb runs offline, because: {str(error).splitlines()[0]}")
         wandb.teardown()  # forgets the run that did not start
         return wandb.init(mode="offline", **options)
-    except ValueError as error:  # of a setting
-        reason = " ".join(str(error).splitlines()[1:3])
-        raise RunError(
-            f"wandb refuses WANDB_MODE or another of its variables ({reason})."
-        ) from error

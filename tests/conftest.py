@@ -17,6 +17,7 @@ if (
     os.environ["TMPDIR"] = tempfile.tempdir = _session_folder.name
     os.environ["HF_HOME"] = f"{_session_folder.name}/huggingface"
 os.environ["WANDB_MODE"] = "disabled"
+os.environ["HF_HUB_OFFLINE"] = "1"  # otherwise the libraries try several times
 # More threads slow down models this small. `OMP_NUM_THREADS=4 make test` tests another number.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 # Threads sleep while they wait for others. By default they spin, and ranks that share a core then
@@ -26,6 +27,7 @@ os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 import contextlib
 import io
 import itertools
+import logging
 import shutil
 import signal
 import sys
@@ -33,6 +35,7 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
 
+import fsspec
 import psutil
 import pytest
 import torch
@@ -121,7 +124,38 @@ def hide_gpus(request, monkeypatch):
 @pytest.fixture(autouse=True)
 def forget_the_process_group(monkeypatch):
     """A test may have had one in this process; launch.run() would then end the worker."""
-    monkeypatch.setattr(launch, "_kept_group", None)
+    monkeypatch.setattr(launch, "_kept_groups", [])
+
+
+@pytest.fixture(scope="module")
+def s3() -> Iterator[dict[str, str]]:
+    """Start an S3 server on this machine that has s3://bucket; yield the variables that find it.
+
+    They have fake credentials and are set in this process, too.
+    """
+    pytest.importorskip("s3fs", reason="needs s3fs, of the extra s3")
+    moto = pytest.importorskip("moto.server", reason="needs moto, of the extra test")
+    logging.getLogger("werkzeug").setLevel(logging.ERROR)
+    server = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
+    server.start()
+    settings = {
+        "AWS_ACCESS_KEY_ID": "nobody",
+        "AWS_SECRET_ACCESS_KEY": "nothing",
+        "AWS_DEFAULT_REGION": "us-east-1",
+        "AWS_ENDPOINT_URL": f"http://127.0.0.1:{server.get_host_and_port()[1]}",
+        "AWS_CONFIG_FILE": os.devnull,
+        "AWS_SHARED_CREDENTIALS_FILE": os.devnull,
+        "AWS_EC2_METADATA_DISABLED": "true",
+        "AWS_MAX_ATTEMPTS": "1",  # what is cut off stays so: no test waits for more
+    }
+    with pytest.MonkeyPatch.context() as patch:
+        for name in [name for name in os.environ if name.startswith("AWS_")]:
+            patch.delenv(name)
+        for name, value in settings.items():
+            patch.setenv(name, value)
+        fsspec.filesystem("s3").mkdir("bucket")
+        yield settings
+    server.stop()
 
 
 @pytest.fixture

@@ -1,7 +1,8 @@
 """What tests share: commands, files, planted bugs, the parity ladder, resumed runs, diffs."""
 
-import collections
+import argparse
 import contextlib
+import ctypes
 import dataclasses
 import functools
 import json
@@ -29,7 +30,6 @@ from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 
 from common import checkpoint, cli
-from common.storage import local_run_dir
 
 ROOT = Path(__file__).parents[1]
 CHAPTERS = sorted(path.parent.name for path in ROOT.glob("[0-9][0-9]-*/train_llm.py"))
@@ -202,6 +202,29 @@ def children(pid: int) -> list[int]:
             if "train_llm.py" in " ".join(process.cmdline()):
                 found[int(process.environ()["RANK"])] = process.pid
     return [found[rank] for rank in sorted(found)]
+
+
+@contextlib.contextmanager
+def unreadable(path: Path) -> Iterator[None]:
+    """Take away all permissions of a file or folder, for root, too: what overrides them goes."""
+    is_root = os.geteuid() == 0
+    if is_root and sys.platform != "linux":
+        pytest.skip("needs Linux, or a user who is not root")
+    header, capabilities = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
+    mode, libc = path.stat().st_mode, ctypes.CDLL(None)
+    path.chmod(0)
+    if is_root:
+        libc.capget(header, capabilities)
+        effective = capabilities[0]  # those of this thread
+        capabilities[0] &= ~0b110  # without CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH
+        libc.capset(header, capabilities)
+    try:
+        yield
+    finally:
+        if is_root:
+            capabilities[0] = effective
+            libc.capset(header, capabilities)
+        path.chmod(mode)
 
 
 def speak_at_once() -> None:
@@ -502,7 +525,7 @@ class Runs:
 
     def stopped_after(self, name: str) -> tuple[int, int]:
         """Return (steps trained so far, step that the run resumes after)."""
-        complete = checkpoint.complete_checkpoints(self.folder / name)
+        complete = checkpoint.complete_checkpoints(self.folder / name / "checkpoints")
         return len(self.samples(name)), max(complete, default=0)
 
     def assert_same(self, straight: str, name: str, trained: int = 0, resumed_after: int = 0):
@@ -542,8 +565,9 @@ def hand_over(source: Path, target: Path, step: int) -> None:
 
 
 def newest_step(run_dir: Path) -> int:
-    """Return the step of the last save, which state.json tells job scripts; 0 before the first."""
-    return json.loads((run_dir / "state.json").read_text()).get("step", 0)
+    """Return the step of the last save, which `newest` tells job scripts; 0 before the first."""
+    newest = run_dir / "newest"
+    return int(newest.read_text().strip()[-8:]) if newest.exists() else 0
 
 
 def tensors(run_dir: Path, step: int | None = None) -> dict:
@@ -569,28 +593,31 @@ def save_run(
     run_dir: Path, model: torch.nn.Module, step: int, preset: str, dtype: str = "float32"
 ) -> None:
     """Save a model of a preset as a checkpoint of a run; all ranks must call this."""
-    training = {"model": checkpoint.describe_model(model), "seq_length": 32, "param_dtype": dtype}
-    training["sources"] = {"model_name": preset, "tokenizer_name": None}
+    settings = {"seq_length": 32, "param_dtype": dtype, "dataset_checksum": "0" * 16}
+    settings |= checkpoint.describe(model.config)
+    settings["sources"] = {"model_name": preset, "tokenizer_name": None}
     optimizer = torch.optim.AdamW(model.parameters(), fused=True)
     schedule = LambdaLR(optimizer, lambda step: 1.0)
-    local_run_dir(run_dir).mkdir(parents=True, exist_ok=True)
-    if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
-        checkpoint._write_state(run_dir, {**checkpoint.read_state(run_dir), "training": training})
-    checkpoint.save_checkpoint(run_dir, model, optimizer, schedule, {"step": step}, keep=2)
+    checkpoints_of(run_dir, settings).save(model, optimizer, schedule, {"step": step})
+
+
+def checkpoints_of(run_dir: Path, settings: dict, keep: int = 2) -> checkpoint.Checkpoints:
+    """Return what saves a run in this folder; settings: what must not change."""
+    args = argparse.Namespace(checkpoint_dir=None, keep_checkpoints=keep)
+    return checkpoint.Checkpoints(args, run_dir, settings)
 
 
 def save_what_is_loaded(folder: Path) -> None:
     """Once a checkpoint is loaded, save it as that of a run in this folder."""
-    load = checkpoint.load_checkpoint
+    load = checkpoint.Checkpoints.load
 
-    def load_and_save(run_dir: Path, *run: object) -> bool:
-        loaded = load(run_dir, *run)
+    def load_and_save(self: checkpoint.Checkpoints, *run: object) -> bool:
+        loaded = load(self, *run)
         if loaded:
-            folder.mkdir(exist_ok=True)
-            checkpoint.save_checkpoint(folder, *run[:-1], keep=1)
+            checkpoints_of(folder, self.settings, keep=1).save(*run)
         return loaded
 
-    checkpoint.load_checkpoint = load_and_save
+    checkpoint.Checkpoints.load = load_and_save
 
 
 # --- diffs beside the chapters ---
@@ -636,17 +663,6 @@ def assert_clean(path: Path) -> None:
     for command in (["check"], ["format", "--check"]):
         done = run_script("-m", "ruff", *command, "--config", ROOT / "pyproject.toml", path)
         assert done.returncode == 0, done.stdout
-
-
-def not_shown(page: str, diff: str) -> list[str]:
-    """Return the changed lines of a diff that the blocks of a page do not show, or show twice.
-
-    That each block is a piece of the diff is for test_pages.py.
-    """
-    blocks = re.findall(r"^```diff\n((?:.*\n)*?)```$", page, re.M)
-    lines = [line for block in blocks for line in block.splitlines() if line[:1] in ("+", "-")]
-    shown, real = collections.Counter(lines), collections.Counter(changed(diff))
-    return sorted((shown - real) + (real - shown))
 
 
 # --- pages ---

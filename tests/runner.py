@@ -13,6 +13,7 @@ import logging
 import multiprocessing
 import os
 import random
+import resource
 import runpy
 import signal
 import sys
@@ -32,17 +33,16 @@ import transformers.models.gpt2.modeling_gpt2
 import transformers.models.llama.modeling_llama  # noqa: F401
 from torch.distributed import TCPStore
 from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint._fsspec_filesystem import FileSystem as StoreFileSystem
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
-from common import checkpoint, cli, data, launch, models, storage
+from common import checkpoint, cli, data, launch, storage
 
 ROOT = Path(__file__).parents[1]
-SAMPLED = 6  # tokens, with those of the prompt
-SAMPLE_TEXT = models.sample_text
-# Of a save: in the middle of the files, before .metadata gets its name, before state.json names the
-# new checkpoint, and when an older one has lost its .metadata.
-SAVE_STAGES = ("writing", "written", "complete", "deleting")
+# Of a save: before and after settings.json, in the middle of the files, before .metadata gets its
+# name, before `newest` names the new checkpoint, and when an older one has lost its .metadata.
+SAVE_STAGES = ("begun", "settings", "writing", "written", "complete", "deleting")
 
 
 def start(args: list[object], **options: object) -> multiprocessing.Process:
@@ -102,17 +102,6 @@ def load_script(path: Path):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-def load_abridged(chapter: str):
-    """Import a chapter's script; its sample has few tokens, each of which is a forward pass."""
-    models.sample_text = _sample_briefly
-    return load_script(ROOT / chapter / "train_llm.py")
-
-
-def _sample_briefly(*args: object) -> tuple[str, str]:
-    *others, length, seed = args
-    return SAMPLE_TEXT(*others, min(length, SAMPLED), seed)
 
 
 def place_of(rank: int, world_size: int) -> dict[str, object]:
@@ -263,7 +252,7 @@ def _run_in_series(
             stack.enter_context(within())
         if stderr_file:
             stack.enter_context(_stderr_to(stderr_file))
-        main = load_abridged(chapter).main
+        main = load_script(ROOT / chapter / "train_llm.py").main
         _end_with(expect, main) if expect else main()
     os.environ.clear()
     os.environ.update(before)
@@ -322,8 +311,7 @@ def _child(
     stderr_file: str | None = None,
     kill_after_steps: int | None = None,
     signals_after_steps: tuple[int, list[int]] | None = None,
-    kill_in_save: tuple[int, str] | None = None,
-    interrupt_in_save: int | None = None,
+    kill_in_save: tuple | None = None,
     file_size_limit: int | None = None,
 ) -> None:
     """chapter: the folder of the script, in the repository or absolute.
@@ -334,8 +322,8 @@ def _child(
     stdout_file, stderr_file: get what this process and its children print.
     kill_after_steps: SIGKILL after so many optimizer steps of this process.
     signals_after_steps: (n, signals): after n optimizer steps this process sends itself these.
-    kill_in_save: (n, stage): SIGKILL at this stage of the n-th save of this process.
-    interrupt_in_save: n: Ctrl-C while the n-th save of this process writes.
+    kill_in_save: (n, stage, action): at this stage of the n-th save of this process, SIGKILL or the
+        action.
     file_size_limit: bytes that a file may have, as if the disk were full beyond.
     """
     os.chdir(ROOT)
@@ -355,29 +343,30 @@ def _child(
         after_steps(steps, lambda: [os.kill(os.getpid(), number) for number in signals])
     if kill_in_save:
         _kill_in_save(*kill_in_save)
-    if interrupt_in_save:
-        _kill_in_save(interrupt_in_save, "writing", action=_interrupt)
     if plant:
         plant()
     if file_size_limit:
-        import resource
-
-        resource.setrlimit(resource.RLIMIT_FSIZE, (file_size_limit, file_size_limit))
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        limit_files(file_size_limit)
     if script:
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count()))
         sys.argv, sys.path[0] = [script, *args], str(Path(script).resolve().parent)
         runpy.run_path(script, run_name="__main__")
     else:
         sys.argv = [f"{chapter}/train_llm.py", *args]
-        launch.run(load_abridged(chapter).main)
+        launch.run(load_script(ROOT / chapter / "train_llm.py").main)
+
+
+def limit_files(size: int) -> None:
+    """Let this process write no more than so many bytes to a file, as if the disk were full."""
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 
 
 def _kill(*_: object) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def _interrupt(*_: object) -> None:
+def interrupt() -> None:
     raise KeyboardInterrupt
 
 
@@ -420,23 +409,27 @@ def _note_samples(path: Path) -> Iterator[None]:
 
 def _kill_in_save(nth: int, stage: str, action=_kill) -> None:
     saves = 0
-    make_room = checkpoint._make_room
+    prepare = checkpoint.Checkpoints._prepare
     places = {
-        "writing": (filesystem, "_write_item", 5),
-        "written": (filesystem.FileSystem, "rename", 1),
-        "complete": (checkpoint, "_commit", 1),
-        "deleting": (storage, "remove_folder", 1),
+        "settings": [(checkpoint, "writer_of", 1)],
+        "writing": [(filesystem, "_write_item", 5)],
+        # Of a folder, and of a store.
+        "written": [(kind, "rename", 1) for kind in (filesystem.FileSystem, StoreFileSystem)],
+        "complete": [(checkpoint.Checkpoints, "_commit", 1)],
+        "deleting": [(storage, "remove_folder", 1)],
     }
 
-    def count_and_make_room(*args: object) -> Path:
+    def count_and_prepare(*args: object) -> None:
         nonlocal saves
         saves += 1
-        folder = make_room(*args)
+        if saves == nth and stage == "begun":
+            action()
+        prepare(*args)
         if saves == nth:
-            _at_call(*places[stage], action)
-        return folder
+            for place in places[stage]:
+                _at_call(*place, action)
 
-    checkpoint._make_room = count_and_make_room
+    checkpoint.Checkpoints._prepare = count_and_prepare
 
 
 def _at_call(module, name: str, call: int, action) -> None:

@@ -24,7 +24,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import precision
-from common import models, sharding, tracker
+from common import models
 from common.cli import RunError
 
 NODES, FSDP, PRECISION = "03-multi-node", "04-fsdp", "05-mixed-precision"
@@ -85,7 +85,6 @@ def on_a_node_of_its_own(folder: Path, rank: int) -> Iterator[None]:
     with (
         contextlib.chdir(folder / str(rank)),
         mock.patch.object(socket, "gethostname", lambda: f"node{rank}"),
-        mock.patch.object(tracker, "SEEN_WITHIN_S", 0.3),
     ):
         yield
 
@@ -94,6 +93,7 @@ CANNOT = (
     "This device (a cpu) does not support --precision {}: give another one; fp32 works on every "
     "device."
 )
+HSDP = "--hsdp needs several nodes, with equally many ranks on each."
 NO_FP8 = (
     "--precision fp8 needs a GPU of compute capability 8.9 or higher and this device is {}: "
     "give --precision bf16."
@@ -131,22 +131,6 @@ def test_a_loss_scale_that_cannot_recover():
         precision.check_scale(precision.SMALLEST_SCALE / 2)
 
 
-@pytest.mark.check
-@pytest.mark.parametrize(
-    ("local_ranks", "expected"),
-    [
-        ((0, 1), "--hsdp replicates over nodes and there is one: leave it out."),
-        ((0, 1, 2, 0), "--hsdp needs equally many ranks on all nodes"),
-    ],
-)
-def test_nodes_that_hsdp_cannot_use(monkeypatch, local_ranks, expected):
-    monkeypatch.setenv("LOCAL_RANK", "0")
-    monkeypatch.setattr(sharding, "gather", lambda _: dict(enumerate(local_ranks)))
-    with pytest.raises(RunError) as error:
-        sharding.mesh_of_nodes(torch.device("cpu"))
-    assert str(error.value).startswith(expected)
-
-
 # --- what two ranks refuse ---
 
 
@@ -163,11 +147,7 @@ def refused(nodes: Path) -> dict[str, tuple]:
     return {
         "by default": (PRECISION, (), no_bf16, CANNOT.format("bf16")),
         "fp32 works": (PRECISION, ("--precision", "fp32"), no_bf16, None),
-        "own folders": (
-            *(NODES, ("--save-dir", "outputs"), own_nodes),
-            "Rank 1 on node1 does not see .../outputs/own-folders of rank 0: give a --save-dir on "
-            "a file system that all nodes share.",
-        ),
+        "one node": (FSDP, ("--hsdp",), None, HSDP),
         "own data": (
             *(NODES, ("-d", "corpus.json"), own_nodes),
             "Rank 1 on node1 has dataset_checksum ..., rank 0 on node0 has ...: give all nodes the "
@@ -207,10 +187,7 @@ def test_two_ranks_refuse(folder, tmp_path):
         assert re.fullmatch(rf"\[rank 1\] {pattern}\n", second), name
     new = {Path(path).relative_to(folder).parts[0] for path in listing(folder).keys() - before}
     assert new == {"fp32-works", "own-data"}
-    assert list((folder / "own-data").iterdir()) == [folder / "own-data/.lock"]
-    for rank in range(2):
-        found = {path.name for path in (tmp_path / str(rank)).rglob("*")} - {"corpus.json"}
-        assert found == {"outputs", "own-folders", ".lock"} - ({".lock"} if rank else set())
+    assert {path.name for path in (folder / "own-data").iterdir()} == {".lock", "checkpoints"}
 
 
 # --- weights in several files ---

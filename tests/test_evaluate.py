@@ -26,7 +26,7 @@ from tokenizers.models import WordLevel
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from common import launch, models
-from common.documents import find_documents, read_documents
+from common.documents import find_documents
 
 from trained_model import load_trained
 
@@ -75,8 +75,8 @@ def evaluate(monkeypatch, run_main, saved, tmp_path):
 
 def texts_of(saved: Path, split: str) -> list[str]:
     """Return the texts of a part of the corpus."""
-    documents = find_documents(str(saved / "table.csv"), None, "body").load()
-    return list(read_documents(documents, split == "evaluation"))
+    texts = find_documents(str(saved / "table.csv"), None, "body").read()
+    return [each.text for each in texts if each.held_out == (split == "evaluation")]
 
 
 def tokens_of(saved: Path, split: str) -> list[int]:
@@ -206,9 +206,9 @@ def test_parts_and_other_tokens(evaluate, saved):
     losses = sum(facts["loss"] * facts["scored_tokens"] for facts in parts.values())
     assert both["loss"] * both["scored_tokens"] == pytest.approx(losses, rel=1e-6)
     shutil.copytree(saved / "run", saved / "changed")
-    state = json.loads((saved / "changed/state.json").read_text())
-    state["training"]["dataset_checksum"] = "of other tokens"
-    (saved / "changed/state.json").write_text(json.dumps(state))
+    file = saved / "changed/checkpoints/step-00000004/settings.json"
+    settings = json.loads(file.read_text()) | {"dataset_checksum": "of other tokens"}
+    file.write_text(json.dumps(settings))
     _, first_line = evaluate("changed")
     assert ", which gave the run other tokens: the text or the tokenizer has changed" in first_line
 

@@ -58,7 +58,7 @@ class Seen:
             if torch.is_grad_enabled():
                 self.passes.append(options["input_ids"].clone())
                 self.modes["training"].add(model.training)
-            elif "labels" in options and options["labels"].shape[1] == LENGTH:  # not check_causal's
+            else:
                 self.modes["evaluation"].add(model.training)
                 self.evaluated += (options["labels"] != -100).any(dim=1).sum().item()
             return forward(model, *args, **options)
@@ -134,10 +134,9 @@ def check(train, tmp_path, monkeypatch) -> Callable[[Path | str], None]:
 
 def blocks_of(table: Path) -> torch.Tensor:
     """Return the sequences to train on, int64 [sequences, LENGTH]."""
-    args = argparse.Namespace(
-        dataset_name=str(table), dataset_subset=None, text_column="body", num_workers=0
-    )
-    train_data, _ = load_sequences(args, load_tokenizer("gpt2-tiny"), LENGTH)
+    names = {"dataset_name": str(table), "dataset_subset": None, "text_column": "body"}
+    args = argparse.Namespace(**names, seq_length=LENGTH)
+    train_data, _ = load_sequences(args, load_tokenizer("gpt2-tiny"))
     return torch.stack([train_data[index]["input_ids"] for index in range(len(train_data))])
 
 
@@ -205,11 +204,7 @@ BUGS = {
     "dtype": ("getattr(torch, args.param_dtype)", "torch.float32", "the weights"),
     "compile": ("    if args.compile:", "    if False:", "the model is not compiled"),
     "workers": ("num_workers=args.num_workers", "num_workers=0", "the workers"),
-    "micro-batch": (
-        "    micro_batch_size, accumulation = ",
-        "    args.batch_size = 8\n    micro_batch_size, accumulation = ",
-        "the shapes",
-    ),
+    "micro-batch": ("limit = min(share, args.batch_size)", "limit = share", "the shapes"),
     "dropout": ("    model.train()\n    loss = ", "    loss = ", "the modes"),
     "log": (
         'if state["step"] % args.log_freq == 0 or last',
@@ -228,10 +223,14 @@ BUGS = {
         "= args.ckpt_freq",
         "the",
     ),
-    "kept": ("state, args.keep_checkpoints", "state, 2", "the checkpoints"),
+    "kept": (
+        "    checkpoints = Checkpoints(",
+        "    args.keep_checkpoints = 2\n    checkpoints = Checkpoints(",
+        "the checkpoints",
+    ),
     "tokens": (
-        "timers.read(tokens_per_step",
-        "timers.read(micro_batch_size * seq_length",
+        "timers.read(steps, tokens_per_step",
+        "timers.read(steps, micro_batch_size * args.seq_length",
         "the tokens",
     ),
     "timeout": ("seconds=args.dist_timeout", "seconds=600", "the timeout"),

@@ -26,10 +26,7 @@ from helpers import (
 )
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, BertConfig
-
-from common import sharding
-from common.cli import RunError
+from transformers import AutoModelForCausalLM
 
 CHAPTER = "04-fsdp"
 LLAMA = ("-m", "llama-narrow")
@@ -68,23 +65,6 @@ def test_every_pair_of_options_is_in_a_run():
     covered = {pair for names in TOGETHER for pair in map(frozenset, combinations(names, 2))}
     pairs = set(map(frozenset, combinations(FSDP_OPTIONS.keys() - set(ALONE), 2)))
     assert pairs - covered == set(map(frozenset, EXCLUDE_EACH_OTHER))
-
-
-@pytest.mark.check
-def test_layers_are_in_a_list_and_share_no_weights():
-    """If transformers drops the private attribute _no_split_modules, find_layers can take the
-    longest nn.ModuleList of model.get_decoder()."""
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(BertConfig(num_hidden_layers=2, is_decoder=True))
-    assert "BertEmbeddings" in model._no_split_modules
-    first, second = sharding.find_layers(model)
-    assert type(first).__name__ == type(second).__name__ == "BertLayer"
-    first.output.dense.weight = second.output.dense.weight  # as Zamba2 shares them
-    with pytest.raises(RunError, match="Layers of bert share weights"):
-        sharding.find_layers(model)
-    model._no_split_modules = None  # planted
-    with pytest.raises(RunError, match=r"^transformers does not say what the layers of bert are"):
-        sharding.find_layers(model)
 
 
 @pytest.fixture(scope="module")

@@ -1,11 +1,13 @@
-"""A run of chapter 1 that was stopped, however it was stopped, goes on as if it had not been."""
+"""A resumed run of chapter 1 is the run that nobody stopped; what a checkpoint must contain.
+
+test_failures.py has all the ways in which a run can be stopped.
+"""
 
 import contextlib
 import copy
 import errno
 import json
 import shutil
-import signal
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -15,21 +17,26 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import (
-    RESUMED_STEPS,
+    CHAPTERS,
     ROOT,
     Runs,
     assert_exact,
     assert_same_tensors,
+    checkpoints_of,
     go_back_to,
+    make_flags,
     newest_step,
+    plant,
     read_metrics,
+    register,
 )
-from runner import SAVE_STAGES
+from runner import load_script
 from torch.distributed.checkpoint import filesystem
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from common import checkpoint, storage
+from common.checkpoint import complete_checkpoints
 from common.cli import RunError
 from common.data import ResumableSampler
 
@@ -39,42 +46,8 @@ def runs(make_folder) -> Runs:
     """With a run that nobody stops."""
     runs = Runs(make_folder("runs"))
     assert runs.finish("straight", "--keep-checkpoints", 9) == [0]
-    last = read_metrics(runs.folder / "straight")[-1]
-    assert last["step"] == RESUMED_STEPS and last["epoch"] >= 2
+    assert read_metrics(runs.folder / "straight")[-1]["epoch"] >= 2
     return runs
-
-
-# None: between two saves, in the second epoch.
-STAGES = [None, SAVE_STAGES[0], *(pytest.param(s, marks=pytest.mark.ci) for s in SAVE_STAGES[1:])]
-
-
-@pytest.mark.parametrize("stage", STAGES)
-def test_goes_on_after_kill_9(runs, stage):
-    name = f"killed-{stage}"
-    killed = {"kill_in_save": (4, stage)} if stage else {"kill_after_steps": 23}
-    assert runs.finish(name, **killed) == [-signal.SIGKILL]
-    trained, resumed_after = runs.stopped_after(name)
-    if stage is None:
-        assert (trained, resumed_after) == (23, 20), "the checkpoint before the kill"
-    else:
-        number = SAVE_STAGES.index(stage)
-        assert (trained, resumed_after) == (20, 20 if number >= 2 else 15)
-        assert newest_step(runs.folder / name) == (20 if number == 3 else 15)
-    assert runs.finish(name) == [0]
-    runs.assert_same("straight", name, trained, resumed_after)
-    kept = {path.name for path in (runs.folder / name / "checkpoints").iterdir()}
-    assert kept == {"step-00000035", "step-00000040"}, "nothing half-written stays"
-
-
-@pytest.mark.ci
-def test_goes_on_after_ctrl_c_in_a_save(runs):
-    """It is not taken for a full disk."""
-    assert runs.finish("interrupted", interrupt_in_save=4) == [130]
-    said = runs.said("interrupted").splitlines()[-1]
-    assert said.startswith("Interrupted. The start of a run's log")
-    assert runs.stopped_after("interrupted") == (20, 15)
-    assert runs.finish("interrupted") == [0]
-    runs.assert_same("straight", "interrupted", 20, 15)
 
 
 def without_moments(original: Callable) -> Callable:
@@ -99,7 +72,7 @@ def a_step_back(original: Callable) -> Callable:
 BUGS = {
     "no bug": None,
     "no moments": (checkpoint, "set_state_dict", without_moments),
-    "the seed's RNG state": (checkpoint, "set_rng_state", lambda original: lambda rng: None),
+    "the seed's RNG state": (torch, "set_rng_state", lambda original: lambda rng: None),
     "the epoch's start": (ResumableSampler, "set_epoch", from_the_first),
     "the schedule a step back": (LambdaLR, "load_state_dict", a_step_back),
 }
@@ -119,9 +92,38 @@ def test_planted_bug_is_noticed(runs, train, monkeypatch, tmp_path, name):
         assert_exact(runs.folder / "straight", tmp_path / "run")
 
 
+# --- what must not change ---
+
+SEED = '    add("--seed", default=0,'
+NEW_FLAG = [(SEED, f'    add("--new-flag", default=0, type=at_least(0), help="new")\n{SEED}')]
+register(CHAPTERS[0], NEW_FLAG)
+
+
+def test_a_flag_that_nobody_has_listed_is_fixed(train, tmp_path):
+    """The refusal names a forgotten flag, with the value of the run."""
+    flags = [*make_flags(tmp_path), "--max-steps", 5]
+    chapter = plant(CHAPTERS[0], tmp_path / "planted", NEW_FLAG)
+    given = ("--new-flag", 7, "--weight-decay", 0.3)
+    train(*flags, *given, chapter=chapter)
+    for forgotten, expected in (
+        (given[2:], "--new-flag 7, not 0: give the old value again, or start a new run"),
+        (given[:2], "--weight-decay 0.3, not 0.1"),
+    ):
+        with pytest.raises(RunError, match=f"The run .*/run was started with {expected}"):
+            train(*flags, *forgotten, chapter=chapter)
+
+
+@pytest.mark.check
+def test_what_may_change_are_flags(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["train_llm.py"])
+    args = load_script(ROOT / CHAPTERS[4] / "train_llm.py").get_args()
+    of_diffs = {"tensor_parallel", "context_parallel", "ulysses"}
+    assert set(checkpoint.MAY_CHANGE) - of_diffs < vars(args).keys()
+
+
 # --- a checkpoint of an older commit ---
 
-STORED = Path(__file__).parent / "checkpoint_2026_11.tar.xz"
+STORED = Path(__file__).parent / "checkpoint_2026_11_27.tar.xz"
 STORED_AFTER, STORED_STEPS = 4, 8  # steps
 
 
@@ -130,11 +132,11 @@ STORED_AFTER, STORED_STEPS = 4, 8  # steps
     ("chapter", "ranks"), [("01-single-gpu", 1), ("04-fsdp", 2)], ids=["chapter 1", "FSDP"]
 )
 def test_a_stored_checkpoint_is_resumed(tmp_path, chapter, ranks):
-    """A reader's checkpoint outlives an update of this guide: the commit of 2026-11-26 saved this.
+    """A reader's checkpoint outlives an update of this guide: the commit of 2026-11-27 saved this.
 
-    Later commits must resume it, or refuse it in one sentence. When the format changes, replace
-    this test by one of the refusal, and store a new checkpoint beside it, for the next change: this
-    file in commit 746350d has the function that does so.
+    Later commits must resume it, or refuse it in one sentence. When the format changes, let
+    test_failures.py refuse this checkpoint, and store a new one here: this file in commit 746350d
+    has the function that does so.
     """
     shutil.unpack_archive(STORED, tmp_path, filter="data")
     flags = ["-m", tmp_path / "model", "-d", tmp_path / "corpus.json", "-s", 16, "-b", 2]
@@ -151,14 +153,16 @@ def test_a_stored_checkpoint_is_resumed(tmp_path, chapter, ranks):
 # --- what a checkpoint holds, and when it counts ---
 
 
-def make_run(decay: float = 0.1) -> tuple:
+def make_run(decay: float = 0.1, bias: bool = False) -> tuple:
     """Return a small model, its optimizer with two groups of parameters, and a schedule.
 
-    Many readers have two groups: norms and biases are not decayed.
+    Many readers have two groups: norms and biases are not decayed. bias: add a parameter.
     """
     sizes = {"n_embd": 16, "n_layer": 1, "vocab_size": 64}
     config = AutoConfig.from_pretrained(ROOT / "common/presets/gpt2-tiny", **sizes)
     model = AutoModelForCausalLM.from_config(config)
+    if bias:
+        model.lm_head.bias = torch.nn.Parameter(torch.zeros(64))
     groups: dict[bool, list] = {True: [], False: []}
     for parameter in model.parameters():
         groups[parameter.ndim > 1].append(parameter)
@@ -173,7 +177,7 @@ def make_run(decay: float = 0.1) -> tuple:
 
 
 def check_the_order_of_saves(folder: Path, monkeypatch) -> None:
-    """state.json comes first; what is deleted counts no longer, and state.json names a newer one.
+    """What is deleted counts no longer, and `newest` names a newer one.
 
     A folder that has lost its .metadata is left out, and the next save removes it. A run with other
     settings of its groups of parameters gets those that were saved.
@@ -183,73 +187,45 @@ def check_the_order_of_saves(folder: Path, monkeypatch) -> None:
     model(input_ids=ids, labels=ids).loss.backward()
     optimizer.step()
     lr_scheduler.step()
+    checkpoints = checkpoints_of(folder, {"lr": 1})
 
     def check_removal(path: Path) -> None:
-        assert not checkpoint.is_complete(path), f"{path.name} is complete and being deleted"
-        newest = max(checkpoint.complete_checkpoints(folder))
-        assert newest_step(folder) == newest, f"{path.name} is deleted before state.json is written"
+        complete = complete_checkpoints(path.parent)
+        assert path not in complete.values(), f"{path.name} is complete and being deleted"
+        assert newest_step(folder) == max(complete), f"{path.name} is deleted before newest is new"
         shutil.rmtree(path)
 
     def steps() -> list[int]:
-        return sorted(int(path.name[5:]) for path in (folder / "checkpoints").iterdir())
+        return sorted(int(path.name[5:]) for path in checkpoints.folder.iterdir())
 
     with monkeypatch.context() as patch:
         patch.setattr(storage, "remove_folder", check_removal)
-        assert not checkpoint.load_checkpoint(folder, *run, state, {"lr": 1})
-        assert json.loads((folder / "state.json").read_text())["training"] == {"lr": 1}
+        assert not checkpoints.load(*run, state)
         for step in (1, 2, 3):
-            checkpoint.save_checkpoint(folder, *run, {"step": step}, keep=2)
-    assert steps() == [2, 3] and newest_step(folder) == 3
-    (folder / "checkpoints/step-00000003/.metadata").unlink()
-    loaded = make_run(decay=0.5)
-    assert checkpoint.load_checkpoint(folder, *loaded, state, {"lr": 1}) and state == {"step": 2}
+            checkpoints.save(*run, {"step": step})
+    assert steps() == [2, 3] and newest_step(folder) == checkpoints.step == 3
+    (checkpoints.folder / "step-00000003/.metadata").unlink()
+    loaded, checkpoints = make_run(decay=0.5), checkpoints_of(folder, {"lr": 1}, keep=9)
+    assert checkpoints.load(*loaded, state) and state == {"step": 2} and checkpoints.step == 2
     for one, other in zip(run, loaded, strict=True):
         assert_same_tensors(one.state_dict(), other.state_dict())
     assert [group["weight_decay"] for group in loaded[1].param_groups] == [0.1, 0.01]
-    checkpoint.save_checkpoint(folder, *run, {"step": 4}, keep=9)
+    checkpoints.save(*run, {"step": 4})
     assert steps() == [2, 4] and newest_step(folder) == 4
 
 
-@pytest.mark.check
-def test_an_old_checkpoint_that_cannot_be_deleted_stops_nothing(tmp_path, monkeypatch, caplog):
-    """On NFS, another node may still have a file of it open."""
-    run = make_run()
-    checkpoint.load_checkpoint(tmp_path, *run, {"step": 0}, {})
-    checkpoint.save_checkpoint(tmp_path, *run, {"step": 1}, keep=1)
-    with monkeypatch.context() as patch:
-        refused = OSError(errno.ENOTEMPTY, "Directory not empty")
-        patch.setattr(storage, "remove_folder", mock.Mock(side_effect=refused))
-        checkpoint.save_checkpoint(tmp_path, *run, {"step": 2}, keep=1)
-    assert "step-00000001 could not be deleted: [Errno 39] Directory not empty" in caplog.text
-    assert list(checkpoint.complete_checkpoints(tmp_path)) == [newest_step(tmp_path)] == [2]
-    checkpoint.save_checkpoint(tmp_path, *run, {"step": 3}, keep=1)
-    assert [path.name for path in (tmp_path / "checkpoints").iterdir()] == ["step-00000003"]
-
-
-@pytest.mark.check
-def test_a_checkpoint_that_cannot_be_read_is_named(tmp_path):
-    """Its files have the right sizes: a disk returns other bytes, or an error."""
-    run, folder = make_run(), tmp_path / "checkpoints/step-00000001"
-    checkpoint.load_checkpoint(tmp_path, *run, {"step": 0}, {})
-    checkpoint.save_checkpoint(tmp_path, *run, {"step": 1}, keep=1)
-    for file in folder.glob("*.distcp"):
-        file.write_bytes(bytes(file.stat().st_size))
-    with pytest.raises(RunError) as refused:
-        checkpoint.load_checkpoint(tmp_path, *run, {"step": 0}, {})
-    assert str(refused.value).startswith(f"The checkpoint {folder} cannot be read (")
-
-
 def delete_at_once(monkeypatch) -> None:
-    monkeypatch.setattr(checkpoint, "_delete", lambda folder: storage.remove_folder(folder))
+    monkeypatch.setattr(Path, "unlink", lambda *_, **__: None)
 
 
 def write_too_late(monkeypatch) -> None:
-    write = checkpoint._write_state
+    replace = Path.replace
 
-    def write_older(run_dir: Path, content: dict) -> None:
-        write(run_dir, {**content, "step": content.get("step", 1) - 1})
+    def do_not_replace(path: Path, target: Path) -> None:
+        if target.name != "newest":
+            replace(path, target)
 
-    monkeypatch.setattr(checkpoint, "_write_state", write_older)
+    monkeypatch.setattr(Path, "replace", do_not_replace)
 
 
 @pytest.mark.check
@@ -260,12 +236,43 @@ def test_the_order_of_saves(tmp_path, monkeypatch):
 @pytest.mark.check
 @pytest.mark.parametrize(
     ("bug", "seen"),
-    [(delete_at_once, "complete and being"), (write_too_late, "before state.json")],
+    [(delete_at_once, "is complete and being"), (write_too_late, "is deleted before newest")],
 )
 def test_planted_order_is_noticed(tmp_path, monkeypatch, bug, seen):
     bug(monkeypatch)
-    with pytest.raises(RunError, match=f"step-00000001 is (deleted )?{seen}"):
+    with pytest.raises(RunError, match=f"step-00000001 {seen}"):
         check_the_order_of_saves(tmp_path, monkeypatch)
+
+
+@pytest.mark.check
+def test_an_old_checkpoint_that_cannot_be_deleted_stops_nothing(tmp_path, monkeypatch, caplog):
+    """On NFS, another node may still have a file of it open."""
+    run, checkpoints = make_run(), checkpoints_of(tmp_path, {}, keep=1)
+    checkpoints.save(*run, {"step": 1})
+    with monkeypatch.context() as patch:
+        refused = OSError(errno.ENOTEMPTY, "Directory not empty")
+        patch.setattr(storage, "remove_folder", mock.Mock(side_effect=refused))
+        checkpoints.save(*run, {"step": 2})
+    assert "step-00000001 could not be deleted: [Errno 39] Directory not empty" in caplog.text
+    assert list(complete_checkpoints(checkpoints.folder)) == [newest_step(tmp_path)] == [2]
+    checkpoints.save(*run, {"step": 3})
+    assert [path.name for path in checkpoints.folder.iterdir()] == ["step-00000003"]
+
+
+@pytest.mark.check
+def test_a_checkpoint_that_lacks_something_is_refused(tmp_path, monkeypatch):
+    """allow_partial_load alone would keep the initial values of a parameter or of a moment."""
+    run, checkpoints = make_run(), checkpoints_of(tmp_path, {})
+    checkpoints.save(*run, {"step": 1})
+    path = f"{checkpoints.folder}/step-00000001"
+    with pytest.raises(RunError, match=rf"^{path} does not contain model\.lm_head\.bias: give"):
+        checkpoints.load(*make_run(bias=True), {"step": 0})
+    more = make_run()
+    for group in more[1].param_groups:
+        group["amsgrad"] = True
+    missing = r"optimizer\.state\.\S+\.max_exp_avg_sq"
+    with pytest.raises(RunError, match=rf"^{path} does not contain {missing}: give"):
+        checkpoints.load(*more, {"step": 0})
 
 
 # --- a checkpoint that is written while the training goes on ---
@@ -282,16 +289,16 @@ def check_that_the_training_goes_on(folder: Path, monkeypatch) -> None:
     monkeypatch.setattr(filesystem, "_write_item", write)
     saved, loaded, state = make_run(), make_run(), {"step": 0}
     saved_tensors = copy.deepcopy(saved[0].state_dict())
-    assert not checkpoint.load_checkpoint(folder, *loaded, state, {})
-    checkpoints = checkpoint.AsyncCheckpoints(timeout_s=60)
-    checkpoints.save(folder, *saved, {"step": 1}, keep=1)
+    checkpoints = checkpoints_of(folder, {}, keep=1)
+    checkpoints.write_in_background(timeout_s=60)
+    checkpoints.save(*saved, {"step": 1})
     for parameter in saved[0].parameters():
         torch.nn.init.zeros_(parameter)
-    assert not checkpoint.complete_checkpoints(folder) and newest_step(folder) == 0
+    assert not complete_checkpoints(checkpoints.folder) and newest_step(folder) == 0
     may_write.set()
     checkpoints.finish()
     assert newest_step(folder) == 1
-    assert checkpoint.load_checkpoint(folder, *loaded, state, {}) and state == {"step": 1}
+    assert checkpoints.load(*loaded, state) and state == {"step": 1}
     assert_same_tensors(saved_tensors, loaded[0].state_dict())
 
 

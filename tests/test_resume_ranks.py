@@ -23,7 +23,6 @@ from helpers import (
     speak_at_once,
     tensors,
 )
-from runner import SAVE_STAGES
 
 DDP, FSDP = "02-ddp", "04-fsdp"
 
@@ -70,7 +69,7 @@ def test_goes_on_after_kill_9_of_one_rank(runs, straight, chapter, ranks, victim
         said = runs.said(name, rank).splitlines()[-1]
         gone = r"other ranks are gone or out of reach \(.*Connection (closed|reset)"
         assert re.search(gone, said), said
-        assert said.endswith("The start of a run's log says how to resume it.")
+        assert said.endswith("give the same command again, with the run's name after -e.")
     assert newest_step(runs.folder / name) == 20
     assert set(runs.finish(name, **on)) == {0}
     assert_exact(runs.folder / expected, runs.folder / name)
@@ -90,9 +89,7 @@ ON_2_NODES = [{"LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": 2} for rank in TWO_BY_TWO
 JOURNEYS = {
     "chapters": (
         *("01-single-gpu on 1", "04-fsdp on 4 --hsdp", "04-fsdp on 3", "02-ddp on 2 --zero1"),
-        "05-mixed-precision on 2 --precision fp16",
-        "05-mixed-precision on 2 --precision bf16",
-        "01-single-gpu on 1",
+        *("05-mixed-precision on 2 --precision fp16", "01-single-gpu on 1"),
     ),
     "ZeRO-1": ("02-ddp on 2 --zero1", "02-ddp on 3 --zero1", "02-ddp on 2"),
 }
@@ -109,7 +106,7 @@ def travels(make_folder) -> Runs:
     folder = make_folder("travels")
     runs = Runs(
         folder,
-        *("--global-batch-size", 12, "--max-steps", 28, "--log-freq", 1, "--max-grad-norm", "inf"),
+        *("--global-batch-size", 12, "--max-steps", 24, "--log-freq", 1, "--max-grad-norm", "inf"),
         *("--ckpt-freq", EVERY, "--keep-checkpoints", 9),
         flags=make_flags(folder, dropout=0.0),
     )
@@ -158,35 +155,9 @@ def test_journey(travels, name):
     travel(travels, name.replace(" ", "-"), JOURNEYS[name])
 
 
-# --- checkpoints that are written while the training goes on ---
-
-ASYNC = "--async-checkpoint"
-ON_2 = {"chapter": FSDP, "ranks": 2}
-
-
-@pytest.mark.ci
-@pytest.mark.parametrize("stage", first_then_nightly(SAVE_STAGES))
-def test_async_kill_9_while_it_is_written(runs, straight, stage):
-    """The rank that commits is killed in its fourth checkpoint, and the training is past it."""
-    expected, name = straight(FSDP, 2), f"killed-{stage}"
-    killed = {"kill_in_save": [(4, stage), None], "plant": speak_at_once}
-    # Two are kept, so that each save from the third on deletes another one.
-    few = ("--keep-checkpoints", 2, ASYNC)
-    assert runs.finish(name, *few, **ON_2, **killed) == [-signal.SIGKILL, 1]
-    trained, resumed_after = runs.stopped_after(name)
-    # The next save, after step 25, waits for it, and only then writes state.json and deletes.
-    late = SAVE_STAGES.index(stage) >= 2
-    assert resumed_after == (20 if late else 15)
-    assert (25 if late else 20) <= trained <= 25
-    assert runs.finish(name, *few, **ON_2) == [0, 0]
-    assert_exact(runs.folder / expected, runs.folder / name)
-    samples = runs.samples(expected)
-    assert runs.samples(name) == samples[:trained] + samples[resumed_after:]
-    kept = {path.name for path in (runs.folder / name / "checkpoints").iterdir()}
-    assert kept == {"step-00000035", "step-00000040"}, "nothing half-written stays"
-
-
 # --- a full disk of one rank ---
+
+ON_2 = {"chapter": FSDP, "ranks": 2}
 
 
 @pytest.mark.ci
@@ -196,19 +167,8 @@ def test_a_full_disk_of_one_rank(runs, straight):
     limits = {"file_size_limit": [None, 100_000], "plant": speak_at_once}
     assert runs.finish("full", **ON_2, **limits) == [2, 2]
     sentence = runs.said("full").splitlines()[-1]
-    assert re.match(
-        r"The checkpoint \S+/step-00000010 could not be written \(.*\): is the d", sentence
-    )
+    assert re.match(r"\S+/step-00000010 could not be used \(.*\): is the disk full", sentence)
     assert runs.said("full", 1) == f"[rank 1] {sentence}\n"
     assert runs.stopped_after("full") == (8 + 5, 5)
-    assert len(list((runs.folder / "full/checkpoints").iterdir())) == 1
     assert runs.finish("full", **ON_2) == [0, 0]
     assert_exact(runs.folder / straight(FSDP, 2), runs.folder / "full")
-
-
-@pytest.mark.ci
-def test_a_failed_asynchronous_save_stops_the_run_at_the_next_save(runs):
-    limits = {"file_size_limit": [None, 100_000], "plant": speak_at_once}
-    assert runs.finish("full-async", ASYNC, **ON_2, **limits) == [2, 2]
-    assert "step-00000005 could not be written" in runs.said("full-async").splitlines()[-1]
-    assert runs.stopped_after("full-async") == (10, 0)

@@ -21,6 +21,8 @@ from helpers import (
 )
 from runner import after_steps
 
+from common import launch
+
 FIRST, _, LAST = CHAPTERS[2:]
 TERM, USR1 = int(signal.SIGTERM), int(signal.SIGUSR1)
 # Ranks agree on a stop at steps that are logged. At these, no other checkpoint is due.
@@ -47,8 +49,8 @@ class StoppedRuns(Runs):
         assert saved == step, f"the checkpoint is of step {saved}"
         assert (self.folder / name / "requeue").exists(), "the file is missing"
         last = self.said(name).splitlines()[-1]
-        opening = f"Told to stop; saved after step {step}; to resume: "
-        assert last.startswith(opening) and f"-e {name}" in last, "the last line is another"
+        said = f"Told to stop; saved after step {step}. {launch.RESUMES}"
+        assert last == said, "the last line is another"
         for rank in range(1, len(statuses)):
             assert self.said(name, rank) == "", f"rank {rank} speaks"
         assert read_metrics(self.folder / name)[-1]["step"] == step, "another step is logged"

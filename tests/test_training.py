@@ -5,15 +5,13 @@ import itertools
 import math
 import re
 import shutil
-import subprocess
 import sys
 import time
 
 import numpy as np
 import pytest
 import torch
-from handwritten import HandwrittenGPT2
-from helpers import ROOT, environment, plant, read_metrics, register, run_script
+from helpers import ROOT, plant, read_metrics, register, run_script
 from runner import load_script
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader
@@ -21,7 +19,10 @@ from transformers import AutoModelForCausalLM, BloomConfig
 
 from common import models
 from common.data import ResumableSampler, Sequences, load_sequences
+from common.shards import Tokens
 from common.timers import PhaseTimers
+
+from model_by_hand import GPT2
 
 SCRIPT = "01-single-gpu/train_llm.py"
 FAST = ("-s", 32, "--max-steps", 20, "--log-freq", 1, "--warmup-steps", 5)
@@ -93,7 +94,8 @@ def test_first_losses_are_those_of_a_loop_written_by_hand(train, monkeypatch):
     monkeypatch.setattr(sys, "argv", [SCRIPT])
     args = load_script(ROOT / SCRIPT).get_args()
     config = models.load_config("gpt2-tiny")
-    blocks, _ = load_sequences(args, models.load_tokenizer("gpt2-tiny"), 32)
+    args.seq_length = 32
+    blocks, _ = load_sequences(args, models.load_tokenizer("gpt2-tiny"))
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, attn_implementation="eager")
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.8, 0.95), weight_decay=0.1)
@@ -121,7 +123,7 @@ def test_evaluation_counts_every_token_once():
     model = AutoModelForCausalLM.from_config(config)
     evaluate = load_script(ROOT / SCRIPT).evaluate
     tokens = torch.randint(4096, (10, 16)).numpy()
-    blocks = Sequences([tokens.ravel()], 16, digest="", tokens_per_byte=0.25)
+    blocks = Sequences(Tokens([tokens.ravel()], "", tokens_per_byte=0.25), 16)
     ids = torch.from_numpy(tokens)
     expected = model(ids, labels=ids).loss.item()
     for batch_size in (1, 3, 4, 10):
@@ -157,21 +159,10 @@ def test_other_models_keep_their_mask_and_what_they_have_instead_of_sdpa():
 
 
 @pytest.mark.check
-def test_a_sample_has_its_length_whatever_the_model_s_settings_say():
-    model = AutoModelForCausalLM.from_config(models.load_config("gpt2-tiny"))
-    model.generation_config.max_new_tokens = 300
-    model.generation_config.return_dict_in_generate = True
-    model.generation_config.cache_implementation = "quantized"  # needs another library
-    tokenizer = models.load_tokenizer("gpt2-tiny")
-    text = models.sample_text(model, tokenizer, torch.device("cpu"), "", 9, seed=0)
-    assert len(tokenizer(text)["input_ids"]) < 20
-
-
-@pytest.mark.check
 @pytest.mark.parametrize("limit", [1, 3, 7, 10, 100])
 def test_sequences_that_are_evaluated(limit):
     """At most `limit`, evenly spaced, and all of them if there are no more."""
-    sample = Sequences([np.arange(30)], 3, "digest", 1.0).sample(limit)
+    sample = Sequences(Tokens([np.arange(30)], "", 1.0), 3).sample(limit)
     rows = [sample[index]["input_ids"][0].item() // 3 for index in range(len(sample))]
     assert len(rows) == min(limit, 10) and rows[0] == 0
     steps = {after - before for before, after in itertools.pairwise(rows)}
@@ -210,7 +201,7 @@ def test_metrics_and_run_directory(train, tmp_path, timed):
         assert 0.1 < line["peak_mem_gib"] < 20
     run_dir = tmp_path / "run"
     names = {path.name for path in run_dir.iterdir()}
-    assert names == {"state.json", "metrics.jsonl", "checkpoints", ".lock"}
+    assert names == {"newest", "metrics.jsonl", "checkpoints", ".lock"}
     assert [path.name for path in (run_dir / "checkpoints").iterdir()] == ["step-00000012"]
 
 
@@ -222,8 +213,8 @@ def test_planted_evaluation_in_the_time_of_a_step_is_noticed(train, tmp_path, ti
 @pytest.mark.nightly
 def test_bfloat16_weights_train_and_rotary_tables_stay_float32(train, monkeypatch):
     buffers: list[torch.Tensor] = []
-    note = lambda run_dir, model, *_: buffers.extend(model.buffers())  # noqa: E731
-    monkeypatch.setattr("common.checkpoint.save_checkpoint", note)
+    note = lambda checkpoints, model, *_: buffers.extend(model.buffers())  # noqa: E731
+    monkeypatch.setattr("common.checkpoint.Checkpoints.save", note)
     metrics = train(*FAST, "-m", "llama-tiny", "--param-dtype", "bfloat16")
     assert {buffer.dtype for buffer in buffers} == {torch.float32}
     assert metrics[-1]["loss"] < metrics[0]["loss"] - 0.3
@@ -238,7 +229,7 @@ def test_compiled_model_trains_alike(train):
 
 @pytest.mark.ci
 def test_log_says_what_matters_and_no_secret(tmp_path):
-    """And the command that resumes the run does so."""
+    """And the name with which the same command resumes the run."""
     secrets = {"WANDB_API_KEY": "a" * 40, "HF_TOKEN": "hf_secret", "MY_PASSWORD": "hunter2"}
     variables = {**secrets, "OMP_NUM_THREADS": "2", "WANDB_MODE": "offline"}
     few = (*FAST, "--eval-sequences", 8, "--ckpt-freq", 16)
@@ -257,11 +248,9 @@ def test_log_says_what_matters_and_no_secret(tmp_path):
     for secret in secrets.values():
         assert secret not in written
 
-    (resume,) = re.findall(r"to resume it after a stop: (.*)", done.stderr)
-    assert resume.endswith(f" -e {run_dir.name}")
+    (name,) = re.findall(r"to resume it after a stop, give -e (.*)", done.stderr)
     shutil.rmtree(run_dir / "checkpoints/step-00000020")
-    command = ["bash", "-c", resume]
-    again = subprocess.run(command, cwd=ROOT, env=environment(), capture_output=True, text=True)
+    again = run_script(SCRIPT, *few, "--save-dir", tmp_path, "-e", name)
     assert "resumed after step 16 of 20" in again.stderr
     assert column(read_metrics(run_dir), "step") == list(range(1, 21))
 
@@ -290,7 +279,7 @@ def test_a_step_costs_little_more_than_that_of_a_baseline_loop(train):
     After each step of the script comes one of a loop with a GPT-2 written by hand, so that both see
     the same machine. The clock is that of this process: others that run do not count.
     """
-    model = HandwrittenGPT2(models.load_config("gpt2-tiny"))
+    model = GPT2(models.load_config("gpt2-tiny"))
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
     ids = torch.randint(4096, (8, 32))
     clock: list[float] = []

@@ -1,0 +1,299 @@
+"""The failure matrix: whatever happens to a run, it resumes exactly or one sentence refuses it.
+
+Each row is a failure. It happens to checkpoints in a folder and in a store (S3). Nothing that is
+complete is lost.
+"""
+
+import errno
+import functools
+import os
+import re
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import fsspec
+import pytest
+from filelock import FileLock
+from helpers import Runs, speak_at_once
+from runner import SAVE_STAGES, after_steps, interrupt, limit_files
+
+from common import checkpoint, gradients
+
+OF_AN_EARLIER_VERSION = Path(__file__).parent / "checkpoint_2026_11.tar.xz"
+
+
+class Cell:
+    """A run that saves every 5 steps in this place: a folder or an address."""
+
+    def __init__(self, runs: Runs, name: str, place: str, env: dict[str, str]) -> None:
+        self.runs, self.name, self.env = runs, name, env
+        self.args: tuple[object, ...] = ("--checkpoint-dir", place)
+        self.chapter = "01-single-gpu"
+        self.fs, self.root = fsspec.url_to_fs(f"{place}/{name}")
+
+    def start(self, **options: object) -> int:
+        """Start the run, wait until it ends, and return the exit status of rank 0."""
+        options = {"chapter": self.chapter, "env": self.env, "plant": speak_at_once, **options}
+        return self.runs.finish(self.name, *self.args, **options)[0]
+
+    def files(self) -> dict[str, bytes]:
+        self.fs.invalidate_cache()
+        return {file: self.fs.cat_file(file) for file in self.fs.find(self.root)}
+
+    def complete(self) -> list[int]:
+        found = [re.search(r"step-(\d+)/\.metadata$", file) for file in self.files()]
+        return [int(match[1]) for match in found if match]
+
+    def of(self, step: int) -> str:
+        return f"{self.root}/step-{step:08d}"
+
+    def delete(self, step: int) -> None:
+        self.fs.rm(self.of(step), recursive=True)
+
+    def refused(self, sentence: str, **options: object) -> None:
+        """A start ends with status 2 and this sentence, and leaves all files that there are."""
+        before = self.files()
+        assert self.start(**options) == 2
+        said = self.runs.said(self.name)
+        assert re.search(f"^{sentence}", said, re.M) and "Traceback" not in said, said
+        assert before.items() <= self.files().items()
+
+    def resumes(self, step: int) -> None:
+        """The next start goes on after this step, bit by bit as if nothing had happened."""
+        straight = f"straight-{self.chapter}"
+        if not (self.runs.folder / straight).exists():
+            assert self.runs.finish(straight, chapter=self.chapter) == [0]
+        trained = len(self.runs.samples(self.name))
+        assert max(self.complete(), default=0) == step
+        assert self.start() == 0, self.runs.said(self.name)
+        kept = {file.split("/")[-2] for file in self.files()}
+        assert kept == {"step-00000035", "step-00000040"}, "nothing half-written stays"
+        self.fs.get(f"{self.root}/", f"{self.runs.folder / self.name}/checkpoints/", recursive=True)
+        self.runs.assert_same(straight, self.name, trained, step)
+
+
+# --- the rows: what happens; each returns the step after which the run goes on ---
+
+
+def killed(stage: str, cell: Cell) -> int:
+    assert cell.start(kill_in_save=(4, stage)) == -signal.SIGKILL
+    return 20 if stage in ("complete", "deleting") else 15
+
+
+def killed_between_saves(cell: Cell) -> int:
+    """One run is killed, and all rows get a copy of it."""
+    killed, run_dir = cell.runs.folder / "killed", cell.runs.folder / cell.name
+    if not killed.exists():
+        assert cell.runs.finish("killed", kill_after_steps=23) == [-signal.SIGKILL]
+    shutil.copytree(killed, run_dir)
+    shutil.copy(f"{killed}-0.samples", f"{run_dir}-0.samples")
+    (run_dir / "newest").write_text(f"{cell.fs.unstrip_protocol(cell.of(20))}\n")
+    cell.fs.put(f"{run_dir}/checkpoints/", f"{cell.root}/", recursive=True)
+    shutil.rmtree(run_dir / "checkpoints")
+    return 20
+
+
+def interrupted(cell: Cell) -> int:
+    """Ctrl-C is not taken for a full disk."""
+    assert cell.start(kill_in_save=(4, "writing", interrupt)) == 130
+    assert cell.runs.said(cell.name).splitlines()[-1].startswith("Interrupted. To resume the run, ")
+    return 15
+
+
+def no_checkpoint_dir(cell: Cell) -> int:
+    step, args = killed_between_saves(cell), cell.args
+    cell.args = ()
+    cell.refused(
+        r"\S+ has no complete checkpoint, but the run has saved \S+step-00000020: give the same"
+    )
+    cell.args = args
+    return step
+
+
+def go_to_a_node_of_its_own(folder: Path) -> None:
+    """A relative path, and an address of memory, are other ones for each rank."""
+    os.chdir(folder / os.environ["RANK"])
+    checkpoint.SEEN_WITHIN_S = 0.3
+    speak_at_once()
+
+
+def seen_by_one_rank(cell: Cell) -> None:
+    for rank in "01":
+        (cell.runs.folder / cell.name / rank).mkdir(parents=True)
+    cell.args = ("--checkpoint-dir", "memory://here" if cell.env else "here")
+    plant = functools.partial(go_to_a_node_of_its_own, cell.runs.folder / cell.name)
+    sentence = r"Rank 1 on \S+ does not see \S+ of rank 0: give a --save-dir or a --checkpoint-dir"
+    cell.refused(sentence, chapter="02-ddp", ranks=2, plant=plant)
+    assert re.match(rf"\[rank 1\] {sentence}", cell.runs.said(cell.name, 1))
+
+
+def a_locked_run(cell: Cell) -> int:
+    step = killed_between_saves(cell)
+    with FileLock(cell.runs.folder / cell.name / ".lock"):
+        cell.refused("Another process is training in ")
+    return step
+
+
+def copy_checkpoint(root: str) -> None:
+    def copy() -> None:
+        fs, path = fsspec.url_to_fs(root)
+        fs.copy(f"{path}/step-00000010/", f"{path}/step-00000015/", recursive=True)
+
+    after_steps(12, copy)
+
+
+def another_writer(cell: Cell) -> int:
+    """A checkpoint of the next save's step appears."""
+    plant = functools.partial(copy_checkpoint, cell.fs.unstrip_protocol(cell.root))
+    cell.refused(r"\S+step-00000015 exists: another process saves in ", plant=plant)
+    cell.delete(15)
+    return 10
+
+
+def damaged(name: str, size: int, sentence: str, cell: Cell) -> int:
+    """A file is cut to this size, or is missing. Without its folder, an older one is resumed."""
+    killed_between_saves(cell)
+    file = f"{cell.of(20)}/{name}"
+    content = cell.fs.cat_file(file)
+    cell.fs.rm_file(file)
+    if size:
+        cell.fs.pipe_file(file, content[:size])
+    cell.refused(sentence)
+    cell.delete(20)
+    return 15
+
+
+def of_an_earlier_version(cell: Cell) -> None:
+    folder = cell.runs.folder / f"{cell.name}-unpacked"
+    shutil.unpack_archive(OF_AN_EARLIER_VERSION, folder, filter="data")
+    cell.fs.put(f"{folder}/run/checkpoints/", f"{cell.root}/", recursive=True)
+    cell.refused(r"\S+settings\.json is missing or damaged .* an earlier version of this guide")
+
+
+def fill_up() -> None:
+    """No file of this process may be large any more, and a store takes nothing more."""
+
+    def fill() -> None:
+        limit_files(100_000)
+        if "s3fs" not in sys.modules:
+            return
+        core = sys.modules["s3fs"].core
+        request = core._error_wrapper
+
+        async def refuse(function: Callable, **options: object) -> object:
+            if function.__name__.startswith(("put", "create", "upload")):
+                raise OSError(errno.ENOSPC, "No space left on device")
+            return await request(function, **options)
+
+        core._error_wrapper = refuse
+
+    speak_at_once()
+    after_steps(17, fill)
+
+
+def a_full_disk(cell: Cell) -> int:
+    """In the background, the save of step 15 may still be written when the disk is full."""
+    cell.refused(r"\S+step-000000(15|20) could not be used \(.*\): is the disk", plant=fill_up)
+    return max(cell.complete())
+
+
+def send(number: int) -> None:
+    """Send this process a signal; the thread that writes a checkpoint takes a second longer."""
+    os.kill(os.getpid(), number)
+    time.sleep(1)
+
+
+def in_background(row: Callable[[Cell], int], cell: Cell) -> int:
+    """The same while the training goes on."""
+    cell.chapter, cell.args = "04-fsdp", (*cell.args, "--async-checkpoint")
+    return row(cell)
+
+
+def interrupted_while_it_trains_on(cell: Cell) -> int:
+    """The exit waits for the checkpoint."""
+    action = functools.partial(send, signal.SIGINT)
+    assert cell.start(kill_in_save=(4, "writing", action)) == 130
+    return 20
+
+
+def hung_up_while_it_trains_on(cell: Cell) -> int:
+    action = functools.partial(send, signal.SIGHUP)
+    assert cell.start(kill_in_save=(4, "writing", action)) == -signal.SIGHUP
+    return 15
+
+
+def diverge() -> None:
+    clip, norms = gradients.clip_grad_norm, []
+
+    def clip_and_diverge(*args: object) -> object:
+        norms.append(clip(*args))
+        return norms[-1] if len(norms) <= 20 else norms[-1] * float("nan")
+
+    gradients.clip_grad_norm = clip_and_diverge
+    speak_at_once()
+
+
+def diverged_while_it_trains_on(cell: Cell) -> int:
+    slow = functools.partial(time.sleep, 3)
+    sentence = r"The training has diverged: at step 25 .* can be resumed from step (15|20)"
+    cell.refused(sentence, plant=diverge, kill_in_save=(4, "writing", slow))
+    return 20
+
+
+SETTINGS = r"\S+step-00000020/settings\.json is missing or damaged"
+UNREADABLE = r"The checkpoint \S+/step-00000020 cannot be read \(.*\): try again, or delete it"
+ROWS: dict[str, Callable[[Cell], int | None]] = {
+    "killed between two saves": killed_between_saves,
+    **{f"killed: {stage}": functools.partial(killed, stage) for stage in SAVE_STAGES},
+    "Ctrl-C in a save": interrupted,
+    "a forgotten --checkpoint-dir": no_checkpoint_dir,
+    "a folder that one rank sees": seen_by_one_rank,
+    "two writers: a locked run": a_locked_run,
+    "two writers: another save": another_writer,
+    "no settings": functools.partial(damaged, "settings.json", 0, SETTINGS),
+    "settings cut short": functools.partial(damaged, "settings.json", 99, SETTINGS),
+    "no file of tensors": functools.partial(damaged, "__0_0.distcp", 0, UNREADABLE),
+    "tensors cut short": functools.partial(damaged, "__0_0.distcp", 99_999, UNREADABLE),
+    "metadata cut short": functools.partial(damaged, ".metadata", 99, UNREADABLE),
+    "an earlier version": of_an_earlier_version,
+    "a full disk": a_full_disk,
+}
+IN_BACKGROUND: dict[str, Callable[[Cell], int]] = {
+    "killed: written": functools.partial(killed, "written"),
+    "killed: complete": functools.partial(killed, "complete"),
+    "Ctrl-C": interrupted_while_it_trains_on,
+    "a hang-up": hung_up_while_it_trains_on,
+    "a divergence": diverged_while_it_trains_on,
+    "a full disk": a_full_disk,
+}
+ROWS |= {f"async: {name}": functools.partial(in_background, r) for name, r in IN_BACKGROUND.items()}
+QUICK = [("killed: writing", "folder"), ("no settings", "folder"), ("killed: written", "store")]
+
+
+def cells() -> Iterator[object]:
+    for column in ("folder", "store"):
+        for row in ROWS:
+            tier = pytest.mark.ci if column == "folder" else pytest.mark.nightly
+            marks = () if (row, column) in QUICK else tier
+            yield pytest.param(row, column, marks=marks, id=f"{row} - {column}")
+
+
+@pytest.fixture(scope="module")
+def runs(make_folder) -> Runs:
+    return Runs(make_folder("runs"))
+
+
+@pytest.mark.parametrize(("row", "column"), list(cells()))
+def test_resumes_exactly_or_is_refused(runs, request, row, column):
+    name = re.sub(r"\W+", "-", f"{row} {column}")
+    place, env = str(runs.folder / "elsewhere"), {}
+    if column == "store":
+        place, env = "s3://bucket/elsewhere", request.getfixturevalue("s3")
+    cell = Cell(runs, name, place, env)
+    step = ROWS[row](cell)
+    if step is not None:
+        cell.resumes(step)
