@@ -44,7 +44,7 @@ def labs() -> list[Path]:
 @functools.cache
 def corpus() -> str:
     """Return a digest of the built-in corpus."""
-    texts = (row["text"] for row in find_documents(BUILT_IN, None, None).load())
+    texts = (piece.text for piece in find_documents(BUILT_IN, None, None).read())
     return hashlib.sha256("".join(texts).encode()).hexdigest()[:16]
 
 
@@ -54,8 +54,17 @@ def digest_of_source(notebook: NotebookNode) -> str:
     return hashlib.sha256("\n\n".join(cells).encode()).hexdigest()[:16]
 
 
+def is_left_out(output: NotebookNode) -> bool:
+    """Logs, and the result of subprocess.run, which has the path of this machine's Python."""
+    returned = output.get("data", {}).get("text/plain", "")
+    return output.get("name") == "stderr" or returned.startswith("CompletedProcess(")
+
+
 def execute(path: Path, environment: Mapping[str, str] = os.environ) -> NotebookNode:
-    """Return a notebook with the outputs of a run. Raises nbclient's CellExecutionError."""
+    """Return a notebook with the outputs of a run, except what is_left_out names.
+
+    Raises nbclient's CellExecutionError, with the logs of the cell that failed.
+    """
     notebook = nbformat.read(path, as_version=4)
     with tempfile.TemporaryDirectory() as folder:
         client = NotebookClient(
@@ -72,6 +81,9 @@ def execute(path: Path, environment: Mapping[str, str] = os.environ) -> Notebook
         )
         # Not the reader's own configuration and history.
         client.execute(env={**environment, "IPYTHONDIR": f"{folder}/ipython"})
+    for cell in notebook.cells:
+        if cell.cell_type == "code":
+            cell.outputs = [output for output in cell.outputs if not is_left_out(output)]
     notebook.metadata |= {"corpus": corpus(), "source": digest_of_source(notebook)}
     return notebook
 

@@ -1,11 +1,14 @@
 """The notebooks run offline from top to bottom and print again what is stored in them."""
 
+import ast
+import json
+import textwrap
+
 import labs
 import nbformat
 import pytest
 from helpers import CHAPTERS, ROOT, environment, name_of
-
-from common.lab import ranks
+from nbclient.exceptions import CellExecutionError
 
 
 @pytest.mark.check
@@ -33,12 +36,95 @@ def test_prints_again_what_is_stored(lab):
     assert not faults, "\n".join(faults)
 
 
+@pytest.mark.check
+def test_answers_are_folded():
+    """After a prediction, outputs are folded, and so is the text that follows them: the answer."""
+    for path in labs.labs():
+        is_asked = False
+        for cell in nbformat.read(path, as_version=4).cells:
+            where = f"{name_of(path)}, cell {cell.id}"
+            if cell.cell_type == "markdown":
+                assert cell.source.startswith("<details>") == is_asked, where
+                assert cell.source.count("<details>") == cell.source.count("</details>"), where
+                is_asked = "**Predict:**" in cell.source
+            elif cell.outputs and not cell.source.startswith("%%writefile"):
+                folded = cell.metadata.get("jupyter", {}).get("outputs_hidden", False)  # in Jupyter
+                hidden = "hide-output" in cell.metadata.get("tags", [])  # on a website of MyST-NB
+                assert folded == hidden == is_asked, where
+
+
+@pytest.mark.check
+def test_a_command_that_fails_stops_a_notebook():
+    for path in labs.labs():
+        cells = nbformat.read(path, as_version=4).cells
+        source = "\n".join(cell.source for cell in cells if cell.cell_type == "code")
+        assert not any(line.startswith(("!", "%%bash")) for line in source.splitlines())
+        assert source.count("subprocess.run(") == source.count("check=True")
+
+
 @pytest.mark.ci
-def test_an_error_of_a_rank_is_shown():
-    source = "import torch.distributed as dist\ndist.init_process_group('gloo')\ndist.barrier()\n"
-    source += "if dist.get_rank() == 1:\n    raise ValueError('the cause')\ndist.barrier()\n"
-    with pytest.raises(RuntimeError, match="ValueError: the cause"):
-        ranks(2, source)
+def test_a_cell_that_fails_shows_the_error_of_its_rank(tmp_path):
+    rank = """%%writefile rank.py
+import torch.distributed as dist
+
+dist.init_process_group("gloo")
+if dist.get_rank() == 1:
+    raise ValueError("the cause")
+dist.barrier()"""
+    start = """import subprocess
+import sys
+
+torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+subprocess.run([*torchrun, "2", "rank.py"], check=True)"""
+    cells = [nbformat.v4.new_code_cell(source) for source in (rank, start, "%%writefile after\n1")]
+    nbformat.write(nbformat.v4.new_notebook(cells=cells), tmp_path / "lab.ipynb")
+    with pytest.raises(CellExecutionError, match="ValueError: the cause"):
+        labs.execute(tmp_path / "lab.ipynb", environment())
+    assert (tmp_path / "rank.py").exists() and not (tmp_path / "after").exists()
+
+
+@pytest.mark.check
+def test_the_formula_that_a_lab_shows_is_the_scripts():
+    script = (ROOT / "01-single-gpu/train_llm.py").read_text()
+    start, end = script.index("    def lr_factor"), script.index("    lr_scheduler = LambdaLR")
+    cells = nbformat.read(ROOT / "01-single-gpu/lab.ipynb", as_version=4).cells
+    shown = "".join(t for c in cells if c.cell_type == "code" for t in labs.texts_of(c))
+    assert textwrap.dedent(script[start:end]).strip() in shown, "run tests/labs.py again"
+
+
+def written_in(chapter: str, name: str) -> dict:
+    """Return the numbers that a cell of a notebook assigns to a variable."""
+    cells = nbformat.read(ROOT / chapter / "lab.ipynb", as_version=4).cells
+    (source,) = (cell.source for cell in cells if f"\n{name} = {{\n" in cell.source)
+    assignments = [line for line in ast.parse(source).body if isinstance(line, ast.Assign)]
+    (value,) = (a.value for a in assignments if ast.unparse(a.targets[0]) == name)
+    return ast.literal_eval(value)
+
+
+def results_of(name: str) -> dict:
+    return json.loads((ROOT / f"tests/benchmarks/results/{name}.json").read_text())["results"]
+
+
+@pytest.mark.check
+def test_numbers_in_lab_4_are_those_of_the_result_files():
+    measured = {row["label"]: row["runs"] for row in results_of("fsdp_options")["rows"]}
+    predicted = results_of("predictions")["fsdp_options"]
+    for label, numbers in written_in("04-fsdp", "recorded").items():
+        peak = max(run["peak_mem_gib"] for run in measured[label])
+        assert numbers == pytest.approx((predicted[label]["peak_gib"], peak), abs=0.006), label
+
+
+@pytest.mark.check
+def test_numbers_in_lab_5_are_those_of_the_result_files():
+    for device in ("gpu", "cpu"):
+        rows = [row for row in results_of(f"comparison_{device}")["rows"] if row["summary"]]
+        speeds = {(row["strategy"], row["precision"]): row["summary"]["speed"] for row in rows}
+        for precision, numbers in written_in("05-mixed-precision", device).items():
+            names = ("single",) if device == "gpu" else ("single", "ddp", "zero1", "fsdp")
+            expected = [round(speeds[name, precision]["tokens_per_s"]) for name in names]
+            if device == "gpu":
+                expected.append(round(speeds["single", precision]["peak_mem_gib"], 1))
+            assert [*numbers] == expected, precision
 
 
 def printed(text: str, *tags: str, corpus: str = "one") -> nbformat.NotebookNode:
