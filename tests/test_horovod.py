@@ -1,0 +1,124 @@
+"""Horovod as a diff of chapter 2: its losses are DDP's, also with autocast.
+
+Unless Horovod is installed, it is built here with the commands of the page.
+"""
+
+import importlib.util
+import shutil
+import subprocess
+from pathlib import Path
+
+import pytest
+from helpers import (
+    ROOT,
+    TORCHRUN,
+    commands,
+    environment,
+    hand_over,
+    patch,
+    read_metrics,
+    register,
+    run_script,
+    write_corpus,
+)
+
+CHAPTER = "02-ddp"
+DIFF = ROOT / CHAPTER / "diffs/horovod.diff"
+AUTOCAST = ROOT / "05-mixed-precision/diffs/autocast-02.diff"
+PAGE = ROOT / CHAPTER / "topics/five_ways.md"
+STEPS, MIDDLE = 10, 5
+PASSES = "backward_passes_per_step=accumulation,"
+SUM = (PASSES, f"{PASSES} op=hvd.Sum,")
+register(DIFF, [SUM])
+
+pytestmark = pytest.mark.nightly
+
+
+@pytest.fixture(scope="module")
+def with_horovod(make_folder) -> dict[str, str]:
+    """Return an environment in which horovodrun and its package are found."""
+    if importlib.util.find_spec("horovod"):
+        return environment()
+    folder = make_folder("horovod")
+    built = folder / "built"
+    env = environment(PIP_TARGET=built, PYTHONPATH=built)
+    env["PATH"] = f"{built / 'bin'}:{env['PATH']}"
+    page = [line for needs, line in commands(PAGE.read_text()) if needs == {"horovod"}]
+    first = next(n for n, line in enumerate(page) if line.startswith("git apply"))
+    for command in page[:first]:
+        done = subprocess.run(
+            ["bash", "-c", command], cwd=folder, env=env, capture_output=True, text=True
+        )
+        if done.returncode:
+            reason = (done.stderr or done.stdout).strip().splitlines()[-1]
+            pytest.skip(f"Horovod cannot be built here: {command.split()[:2]}: {reason}")
+    return env
+
+
+@pytest.fixture(scope="module")
+def folder(make_folder) -> Path:
+    """A folder with a corpus and a run of chapter 2 as it is, `ddp`."""
+    path = make_folder("runs")
+    write_corpus(path)
+    done = run_script(*TORCHRUN, 2, f"{CHAPTER}/train_llm.py", *few(path, "ddp"))
+    assert done.returncode == 0, done.stderr
+    return path
+
+
+def few(folder: Path, name: str) -> list[object]:
+    """Return the arguments of a run of some steps in two micro-batches each."""
+    words = ("-d", folder / "corpus.json", "-s", 32, "--global-batch-size", 8, "-b", 2)
+    words += ("--max-steps", STEPS, "--log-freq", 1, "--ckpt-freq", MIDDLE, "--warmup-steps", 2)
+    return [*words, "--lr", 1e-3, "--save-dir", folder, "-e", name]
+
+
+def horovodrun(env: dict[str, str], script: Path, *args: object) -> subprocess.CompletedProcess:
+    words = ["horovodrun", "-np", 2, "--gloo", "python", script, *args]
+    return subprocess.run(
+        [str(word) for word in words], cwd=ROOT, env=env, capture_output=True, text=True
+    )
+
+
+def assert_close(folder: Path, name: str, rel: float, key: str = "loss") -> None:
+    expected, found = ([line[key] for line in read_metrics(folder / run)] for run in ("ddp", name))
+    assert len(found) == STEPS and found == pytest.approx(expected, rel=rel), key
+
+
+def test_losses_are_those_of_chapter_2(with_horovod, folder):
+    script = patch(CHAPTER, folder / "plain", diff=DIFF) / "train_llm.py"
+    done = horovodrun(with_horovod, script, *few(folder, "horovod"))
+    assert done.returncode == 0, done.stderr
+    assert_close(folder, "horovod", 1e-6)
+    assert_close(folder, "horovod", 1e-5, "grad_norm")
+    # It goes on with a checkpoint of chapter 2.
+    hand_over(folder / "ddp", folder / "resumed", MIDDLE)
+    done = horovodrun(with_horovod, script, *few(folder, "resumed"))
+    assert done.returncode == 0, done.stderr
+    assert_close(folder, "resumed", 1e-6)
+
+
+def test_planted_sum_changes_the_gradients(with_horovod, folder):
+    script = patch(CHAPTER, folder / "sum", (SUM,), DIFF) / "train_llm.py"
+    assert horovodrun(with_horovod, script, *few(folder, "sum")).returncode == 0
+    with pytest.raises(AssertionError):
+        assert_close(folder, "sum", 1e-1, "grad_norm")
+
+
+def test_bfloat16_with_autocast(with_horovod, folder):
+    """Both diffs, as the page says."""
+    copy = folder / "both" / CHAPTER
+    copy.mkdir(parents=True)
+    shutil.copy(ROOT / CHAPTER / "train_llm.py", copy)
+    subprocess.run(["git", "apply", AUTOCAST], cwd=copy.parent, check=True)
+    subprocess.run(["git", "apply", "-C0", DIFF], cwd=copy.parent, check=True)
+    done = horovodrun(with_horovod, copy / "train_llm.py", *few(folder, "bf16"))
+    assert done.returncode == 0, done.stderr
+    assert_close(folder, "bf16", 1e-3)
+    with pytest.raises(AssertionError):
+        assert_close(folder, "bf16", 1e-7)
+
+
+def test_zero_is_refused(with_horovod, folder):
+    script = patch(CHAPTER, folder / "zero", diff=DIFF) / "train_llm.py"
+    done = horovodrun(with_horovod, script, *few(folder, "zero"), "--zero1")
+    assert done.returncode and "leave out --zero1" in done.stderr + done.stdout
