@@ -1,38 +1,201 @@
-"""Check nodes and network before a run, with one process per device, started like train_llm.py.
+"""Check nodes and network before a run, with one process per GPU, started like train_llm.py.
 
-MASTER_ADDR=node1 MASTER_PORT=29501 srun --ntasks-per-node 2 python 03-multi-node/tools/preflight.py
+torchrun --standalone --nproc-per-node 2 03-multi-node/tools/preflight.py
+MASTER_ADDR=node1 MASTER_PORT=29501 srun --ntasks-per-node 8 python 03-multi-node/tools/preflight.py
 
-The last line says whether the check passed, or lists the faults. The exit status is 0 if the check
-passed, 1 if it found a fault, and 2 for bad input. preflight.md explains the checks in checks/.
+It checks whether all ranks start, whether all nodes have the same versions and code, and whether
+they share --save-dir. Then it times all-reduces of four sizes over all ranks. The last line lists
+the faults. The exit status is 0 if there are none, 1 if there are some, and 2 for bad input.
 """
 
 import argparse
+import importlib.metadata
+import json
 import os
+import platform
+import shutil
+import socket
+import sys
+import time
+import uuid
+from collections import Counter
+from datetime import timedelta
+from pathlib import Path
 
 import torch
+import torch.distributed as dist
+import xxhash
 
 from common import cli, launch
-from common.cli import at_least
+from common.cli import RunError, at_least
 
-from checks.network import check_network
-from checks.nodes import check_folder, check_nodes
-from checks.rendezvous import Rendezvous
+ROOT = Path(__file__).resolve().parents[2]
+SIZES = (2**12, 2**20, 2**24, 2**28)  # bytes of an all-reduce
+REPEATS = 5
+SEEN_WITHIN_S = 10.0  # a network file system can take seconds to show a new file to other nodes
+TOO_SLOW = 0.5  # a smaller share of --bandwidth is a fault
 
 
 def get_args() -> argparse.Namespace:
     parser = cli.ArgumentParser(description=__doc__.splitlines()[0])
-    add = parser.add_argument_group("run").add_argument
-    add("--save-dir", default="outputs", help="folder that holds the runs' folders")
-    add("--timeout", default=60, type=at_least(1), help="seconds for the start and each check")
-    add = parser.add_argument_group("data").add_argument
-    add("-d", "--dataset-name", default="python-stdlib", help="preset, file, folder or hub id")
-    add("--dataset-subset", help="configuration of a hub data set")
-    add("--text-column", help="column to train on (default: text)")
-    add("--data-timeout", default=600, type=at_least(1), help="seconds to read code and data")
-    add = parser.add_argument_group("network").add_argument
-    add("--max-bytes", default=2**28, type=at_least(1024), help="size of the largest all-reduce")
-    add("--min-bandwidth", type=at_least(1e-3), help="bus bandwidth that a link needs, in GB/s")
+    add = parser.add_argument
+    add("--save-dir", default="outputs", help="folder that holds the run folders")
+    add("--timeout", default=60, type=at_least(1), help="seconds to wait for other ranks")
+    add("--bandwidth", type=at_least(1e-3), help="bus bandwidth that the link should give, in GB/s")
+    add("--max-bytes", default=SIZES[-1], type=at_least(SIZES[0]), help="largest all-reduce")
     return parser.parse_args()
+
+
+def say(text: str) -> None:
+    """Print a line on rank 0."""
+    if os.environ["RANK"] == "0":
+        print(text, flush=True)
+
+
+# --- ranks ---
+
+
+def connect(timeout: float) -> dist.Store:
+    """Connect to a store, which shows which ranks are missing. A process group would only hang.
+
+    torchrun serves the store. Without torchrun, rank 0 serves it.
+    """
+    host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    by_torchrun = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    serve, limit = os.environ["RANK"] == "0" and not by_torchrun, timedelta(seconds=timeout)
+    store = dist.TCPStore(host, port, None, serve, limit, wait_for_workers=False)
+    return dist.PrefixStore(f"preflight-{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
+
+
+def exchange(store: dist.Store, stage: str, part: object, timeout: float) -> list:
+    """Return the parts of all ranks, by rank. If some ranks do not come, name them and exit.
+
+    part: anything that JSON can hold.
+    """
+    keys = [f"{stage}/{rank}" for rank in range(int(os.environ["WORLD_SIZE"]))]
+    store.set(keys[int(os.environ["RANK"])], json.dumps([socket.gethostname(), part]))
+    deadline = time.monotonic() + timeout
+    while not store.check(keys) and time.monotonic() < deadline:
+        time.sleep(0.2)
+    came = {rank: json.loads(store.get(k)) for rank, k in enumerate(keys) if store.check([k])}
+    if missing := ", ".join(str(rank) for rank in range(len(keys)) if rank not in came):
+        hosts = name_ranks([(rank, host) for rank, (host, _) in came.items()])
+        nodes = os.environ.get("SLURM_STEP_NODELIST")
+        expected = f" (the nodes are {nodes})" if nodes else ""
+        say(f"Failed: {stage}: after {timeout} s, {hosts} came, ranks {missing} did not{expected}.")
+        cli.wait_for_rank_0(1)  # the other ranks exit later, so that rank 0 can say it
+        sys.exit(1)
+    return [part for _, part in came.values()]
+
+
+def name_ranks(hosts: list[tuple[int, str]]) -> str:
+    """Return "ranks 0, 1 on node1 and ranks 2, 3 on node2" for pairs of a rank and its host."""
+    names = dict.fromkeys(host for _, host in hosts)
+    ranks = {name: [str(rank) for rank, host in hosts if host == name] for name in names}
+    return " and ".join(f"ranks {', '.join(ranks[name])} on {name}" for name in names)
+
+
+# --- nodes ---
+
+
+def describe_node(save_dir: Path) -> dict[str, dict]:
+    """Return what must be the same on all nodes, and the bytes that are free here."""
+    same = {"python": platform.python_version()}
+    same |= {each: importlib.metadata.version(each) for each in ("torch", "transformers")}
+    existing = next(path for path in (save_dir, *save_dir.parents) if path.exists())
+    free = {"disk": shutil.disk_usage(existing).free}
+    if torch.cuda.is_available():
+        same["GPUs"] = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
+        same["CUDA"] = torch.version.cuda
+        same["NCCL"] = ".".join(map(str, torch.cuda.nccl.version()))
+        free["GPU memory"] = torch.cuda.mem_get_info()[0]
+    for file in sorted((*ROOT.glob("common/*.py"), *ROOT.glob("[0-9]*/*.py"))):
+        same[str(file.relative_to(ROOT))] = xxhash.xxh3_64_hexdigest(file.read_bytes())
+    return {"host": socket.gethostname(), "same": same, "free": free}
+
+
+def compare(nodes: dict[str, dict[str, str]]) -> list[str]:
+    """Return a fault for each value of a node that differs from that of most nodes.
+
+    Of two values that are equally frequent, the one of rank 0's node counts as right.
+    """
+    faults = []
+    for what in dict.fromkeys(key for same in nodes.values() for key in same):
+        values = {node: same.get(what) for node, same in nodes.items()}
+        right, count = Counter(values.values()).most_common(1)[0]
+        faults += [
+            f"{node} has {what} {value}, {count} of {len(nodes)} nodes have {right}"
+            for node, value in values.items()
+            if value != right
+        ]
+    return faults
+
+
+def write_file(save_dir: Path) -> str:
+    """Write a file that all nodes should see, and return its name."""
+    name = f".preflight-{uuid.uuid4().hex}"
+    try:
+        save_dir.mkdir(parents=True, exist_ok=True)
+        (save_dir / name).touch()
+    except OSError as error:
+        raise RunError(f"Cannot write to --save-dir {save_dir} ({error.strerror}).") from error
+    return name
+
+
+def wait_for(file: Path) -> bool:
+    """Return whether this node sees a file."""
+    deadline = time.monotonic() + SEEN_WITHIN_S
+    while not file.exists() and time.monotonic() < deadline:
+        time.sleep(0.1)
+    return file.exists()
+
+
+# --- network ---
+
+
+def time_all_reduce(size: int, device: torch.device) -> tuple[float, bool]:
+    """Return the seconds of an all-reduce of `size` bytes, and whether the sum is right."""
+    n_ranks = dist.get_world_size()
+    numbers = torch.full((size // 4,), float(dist.get_rank()), device=device)
+    dist.all_reduce(numbers)
+    is_right = bool((numbers == n_ranks * (n_ranks - 1) // 2).all())  # waits for the GPU
+    numbers.zero_()
+    start = time.perf_counter()
+    for _ in range(REPEATS):
+        dist.all_reduce(numbers)
+    numbers[0].item()  # waits for the GPU
+    return (time.perf_counter() - start) / REPEATS, is_right
+
+
+def check_network(store: dist.Store, device: torch.device, args: argparse.Namespace) -> list[str]:
+    """Time all-reduces and print a table. Return the faults, the same on all ranks."""
+    rank, n_ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    dist.init_process_group(
+        "nccl" if device.type == "cuda" else "gloo",
+        store=dist.PrefixStore("group", store),
+        rank=rank,
+        world_size=n_ranks,
+        timeout=timedelta(seconds=args.timeout),
+        device_id=device if device.type == "cuda" else None,  # NCCL connects now, not later
+    )
+    expected = f"of {args.bandwidth:g} GB/s" if args.bandwidth else ""
+    say(f"\n{'bytes':>13}{'ms':>11}{'GB/s':>9}  {expected}".rstrip())
+    faults = []
+    for size in (size for size in SIZES if size <= args.max_bytes):
+        results = exchange(store, f"all-reduce-{size}", time_all_reduce(size, device), args.timeout)
+        seconds = max(seconds for seconds, _ in results)
+        # The bus bandwidth of nccl-tests: what the link of each rank carries in a ring.
+        rate = size / seconds * 2 * (n_ranks - 1) / n_ranks / 1e9
+        share = f"  {rate / args.bandwidth:.0%}" if args.bandwidth else ""
+        say(f"{size:13,}{1000 * seconds:11.3f}{rate:9.3f}{share}")
+        wrong = [str(rank) for rank, (_, is_right) in enumerate(results) if not is_right]
+        if wrong:
+            faults.append(f"ranks {', '.join(wrong)} have a wrong sum of {size:,} bytes")
+    if args.bandwidth and rate < TOO_SLOW * args.bandwidth:
+        faults.append(f"the all-reduce has {rate:.3g} GB/s, --bandwidth is {args.bandwidth:g}")
+    dist.barrier()
+    dist.destroy_process_group()
+    return faults
 
 
 def main() -> None:
@@ -40,32 +203,32 @@ def main() -> None:
     args = get_args()
     device = torch.device("cpu")
     if torch.cuda.is_available():
-        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+        device = torch.device("cuda", int(os.environ["LOCAL_RANK"]) % torch.cuda.device_count())
         torch.cuda.set_device(device)
-    rdzv = Rendezvous(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), args.timeout)
-    bandwidth = None
-    try:
-        rdzv.meet()
-        faults = check_nodes(rdzv, args)
-        faults += check_folder(rdzv, args)
-        for fault in faults:
-            rdzv.say(f"FAULT  {fault}")
-        if rdzv.world_size > 1:
-            slow, bandwidth = check_network(rdzv, device, args)
-            faults += slow
-    except RuntimeError as error:  # torch raises it if a rank is gone or cannot be reached
-        rdzv.fail(str(error).splitlines()[0])
-    rdzv.say(summary(faults, rdzv.nodes, bandwidth))
-    rdzv.exit(1 if faults else 0)
-
-
-def summary(faults: list[str], nodes: dict[str, list[int]], bandwidth: str | None) -> str:
-    """Return the last line of the check."""
-    if faults:
-        return f"Failed, {len(faults)} fault{'s' * (len(faults) > 1)}: {'; '.join(faults)}."
-    ranks = sum(map(len, nodes.values()))
-    text = f"Passed: {ranks} rank{'s' * (ranks > 1)} on {len(nodes)} node{'s' * (len(nodes) > 1)}"
-    return f"{text}, {bandwidth}." if bandwidth else f"{text}."
+    save_dir, rank = Path(args.save_dir).resolve(), int(os.environ["RANK"])
+    store = connect(args.timeout)
+    name = write_file(save_dir) if rank == 0 else ""
+    ranks = exchange(store, "start", describe_node(save_dir) | {"file": name}, args.timeout)
+    hosts = [each["host"] for each in ranks]
+    say(f"came: {name_ranks(list(enumerate(hosts)))}")
+    nodes = {}
+    for each in ranks:  # keeps the first rank of each node
+        nodes.setdefault(each["host"], each)
+    for host, each in nodes.items():
+        words = [f"{key} {each['same'][key]}" for key in each["same"] if not key.endswith(".py")]
+        words += [f"free {what} {size / 2**30:.1f} GiB" for what, size in each["free"].items()]
+        say(f"{host}: {', '.join(words)}")
+    faults = compare({host: each["same"] for host, each in nodes.items()})
+    file = save_dir / ranks[0]["file"]
+    seen = exchange(store, "shared folder", wait_for(file), args.timeout + SEEN_WITHIN_S)
+    blind = {host: None for host, sees in zip(hosts, seen, strict=True) if not sees}
+    faults += [f"{host} does not see the file that rank 0 wrote to {save_dir}" for host in blind]
+    if rank == 0:
+        file.unlink()
+    if len(ranks) > 1:
+        faults += check_network(store, device, args)
+    say(f"Failed: {'; '.join(faults)}." if faults else "Passed.")
+    sys.exit(1 if faults else 0)
 
 
 if __name__ == "__main__":
