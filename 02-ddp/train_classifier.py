@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
-from transformers import set_seed
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, set_seed
 
 from common import cli, launch, models
 from common.cli import at_least
@@ -103,7 +103,9 @@ def main() -> None:
     tokenizer = models.load_tokenizer(args.tokenizer_name or args.model_name)
     config = models.load_config(args.model_name, tokenizer)  # sizes only, no weights
     seq_length = models.sequence_length(config, args.seq_length)
-    model_class = results.model_class(args.head, config)
+    model_class = (
+        AutoModelForSequenceClassification if args.head == "linear" else AutoModelForCausalLM
+    )
     classes, splits = load_examples(
         args.dataset_name, args.dataset_subset, args.text_column, args.label_column
     )
@@ -147,7 +149,7 @@ def main() -> None:
     eval_args = eval_collator, eval_batch_size, device
     steps_per_epoch = len(sampler.steps)
     total_steps = args.max_steps or args.num_epochs * steps_per_epoch
-    logger.info(results.describe_data(classes, splits, sampler, seq_length))
+    logger.info(results.describe_data(classes, splits, sampler))
 
     # --- optimizer ---
     # Fine-tuning needs a much smaller learning rate than training from scratch.
@@ -162,7 +164,7 @@ def main() -> None:
     )
 
     # --- train ---
-    run_dir = make_run_dir(args, resumes=False)
+    run_dir = make_run_dir(args)
     results.check_new(run_dir)
     set_seed(args.seed + rank)  # Python's, NumPy's and PyTorch's RNGs, for dropout
     tracker = Tracker(run_dir, {**vars(args), "lr": lr, "total_steps": total_steps}, 0)
@@ -217,14 +219,16 @@ def main() -> None:
             dist.all_reduce(sums)
             # Equal on all ranks from here on. A run that has diverged stops here.
             values = {"loss": sums[0], "gradient norm": grad_norm}
-            results.check_finite(values, step, run_dir, best_epoch)
+            results.check_finite(values, step, run_dir)
             epoch_sums += sums
             metrics |= {
                 "epoch": epoch,
                 "loss": (sums[0] / sums[2]).item(),
                 "lr": step_lr,
                 "grad_norm": grad_norm.item(),
-                **timers.read(sums[4].item() / (step - logged_step), world_size, 0.0),
+                **timers.read(
+                    step - logged_step, sums[4].item() / (step - logged_step), world_size, 0.0
+                ),
                 "mfu": None,  # its formula needs texts of equal length
             }
             logged_step = step
@@ -233,7 +237,7 @@ def main() -> None:
             gc.collect()
             with timers("evaluate"):
                 eval_loss, accuracy, _ = evaluate(model, splits["validation"], *eval_args)
-            results.check_finite({"evaluation loss": eval_loss}, step, run_dir, best_epoch)
+            results.check_finite({"evaluation loss": eval_loss}, step, run_dir)
             metrics |= {
                 "train_loss": (epoch_sums[0] / epoch_sums[2]).item(),
                 "train_accuracy": (epoch_sums[1] / epoch_sums[3]).item(),
@@ -244,11 +248,16 @@ def main() -> None:
                 best_loss, best_epoch = eval_loss, epoch + 1
                 if rank == 0:
                     with timers("save"):
-                        results.save_model(model, tokenizer, run_dir / "best")
+                        model.save_pretrained(run_dir / "best")
+                        tokenizer.save_pretrained(run_dir / "best")
         if len(metrics) > 1:
             tracker.log(metrics)
         if end_of_epoch:
-            logger.info(results.describe_epoch(epoch + 1, metrics, best_epoch))
+            logger.info(
+                f"epoch {epoch + 1}: training loss {metrics['train_loss']:.4f}, accuracy "
+                f"{metrics['train_accuracy']:.4f}; validation loss {eval_loss:.4f}, accuracy "
+                f"{accuracy:.4f}{' (the best so far)' * (best_epoch == epoch + 1)}"
+            )
     progress_bar.close()
     tracker.finish()
 

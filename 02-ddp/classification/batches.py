@@ -1,7 +1,6 @@
 """Tokenize examples, group them by length, share them among the ranks, and pad them to batches."""
 
 import argparse
-import copy
 from collections.abc import Iterator
 
 import torch
@@ -116,15 +115,6 @@ class GroupedSampler(Sampler[list[int]]):
             if part
         )
 
-    def tokens_by_padding(self, seq_length: int) -> dict[str, int]:
-        """Return the tokens of the first epoch on all ranks with each kind of padding."""
-        totals, other = {"fixed": len(self.lengths) * seq_length}, copy.copy(self)
-        for padding in ("dynamic", "grouped"):
-            other.grouped = padding == "grouped"
-            other.set_epoch(0)
-            totals[padding] = other.padded_tokens()
-        return totals
-
 
 def batches_of_rank(
     lengths: list[int], batch_size: int, num_replicas: int, rank: int
@@ -145,7 +135,7 @@ class Collator:
     label_tokens: the tokens of each class's label, for a model without a head. Each row then ends
     with a label. every_class: make one row for each class, not only for the example's own class.
 
-    Returns these int64 tensors:
+    Returns int64 tensors:
     input_ids [rows, tokens]
     index, labels [examples]: an empty batch gets a filler with index -1, label IGNORED and loss 0
     n [3]: the number of loss terms, of examples, and of tokens without padding

@@ -1,95 +1,38 @@
-"""Load and save a classifier, describe its data, and write its test report."""
+"""Check a classifier's data and losses, describe them, and write its test report."""
 
 import json
 import math
-import re
-import shutil
-import sys
-import warnings
 from pathlib import Path
 
-import transformers
-from safetensors import SafetensorError
-from transformers import PretrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.utils.logging import disable_progress_bar
+import matplotlib
+from matplotlib.figure import Figure
+from sklearn.dummy import DummyClassifier
+from sklearn.feature_extraction.text import TfidfVectorizer
+from sklearn.linear_model import LogisticRegression
+from sklearn.metrics import ConfusionMatrixDisplay, classification_report, confusion_matrix
+from sklearn.pipeline import make_pipeline
 
-from common import models
 from common.cli import RunError
 from common.launch import check_agreement, gather, rank_and_world_size
-from common.storage import is_remote
 
 from classification.batches import GroupedSampler
 from classification.examples import Examples
 
-try:
-    import matplotlib
-    from matplotlib.figure import Figure
-    from sklearn.dummy import DummyClassifier
-    from sklearn.feature_extraction.text import TfidfVectorizer
-    from sklearn.linear_model import LogisticRegression
-    from sklearn.metrics import ConfusionMatrixDisplay, classification_report, confusion_matrix
-    from sklearn.pipeline import make_pipeline
-except ImportError as error:
-    print(  # each rank: they have not met yet
-        f"The classifier needs more packages ({error}): pip install --constraint requirements.txt "
-        "--editable '.[classify]'.",
-        file=sys.stderr,
-    )
-    sys.exit(2)
-
-# A Han or Kana character (there are no spaces between words), a word, or a punctuation mark.
-WORD = r"[\u3040-\u30ff\u3400-\u9fff]|[^\W\u3040-\u30ff\u3400-\u9fff]+|[^\w\s]"
 BASELINES = {
     # Word counts, weighted by TF-IDF: https://scikit-learn.org/stable/modules/feature_extraction.html
     "bag of words": make_pipeline(
-        TfidfVectorizer(token_pattern=WORD), LogisticRegression(max_iter=1000)
+        TfidfVectorizer(token_pattern=r"\w+|[^\w\s]"), LogisticRegression(max_iter=1000)
     ),
     "largest class": DummyClassifier(strategy="most_frequent"),
 }
 
 
 def check_new(run_dir: Path) -> None:
-    """Raise RunError if the folder is an address, or if it contains a run, whose metrics and best
-    model would be overwritten. All ranks must call this: rank 0 looks before it writes."""
-    if is_remote(run_dir):
-        raise RunError(f"A classifier cannot be saved to {run_dir}: give a folder.")
+    """Raise RunError if the folder contains a run, whose metrics and best model would be
+    overwritten. All ranks must call this: rank 0 looks before it writes."""
     rank, _ = rank_and_world_size()
     if gather({rank: (run_dir / "metrics.jsonl").exists()})[0]:
         raise RunError(f"{run_dir} already contains a run: give another -e.")
-
-
-def model_class(head: str, config: PretrainedConfig) -> type:
-    """Return the class for --head. Raises RunError if transformers has no head for the model."""
-    if head == "none":
-        return transformers.AutoModelForCausalLM
-    if type(config) not in transformers.MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING:
-        kind = config.model_type
-        raise RunError(f"transformers has no classification head for {kind}: give --head none.")
-    return transformers.AutoModelForSequenceClassification
-
-
-def save_model(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
-    """Write a model folder for transformers. A previous folder is only replaced by a complete one.
-
-    Raises RunError if the folder cannot be written, for example on a full disk.
-    """
-    disable_progress_bar()
-    unfinished, old = folder.with_name(f".unfinished-{folder.name}"), folder.with_name(".old")
-    try:
-        model.save_pretrained(unfinished)
-        tokenizer.save_pretrained(unfinished)
-        models.let_others_read(unfinished)
-        if folder.exists():
-            folder.replace(old)
-        unfinished.replace(folder)
-    except (OSError, SafetensorError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise RunError(f"{folder} cannot be written ({reason}): free disk space.") from error
-    finally:
-        if old.exists() and not folder.exists():  # the second rename failed
-            old.replace(folder)
-        for left in (unfinished, old):
-            shutil.rmtree(left, ignore_errors=True)
 
 
 def check_same(classes: list[str], splits: dict[str, Examples]) -> None:
@@ -101,47 +44,29 @@ def check_same(classes: list[str], splits: dict[str, Examples]) -> None:
     check_agreement(facts, "use the same arguments, data and Python version on all nodes")
 
 
-def describe_data(
-    classes: list[str], splits: dict[str, Examples], sampler: GroupedSampler, seq_length: int
-) -> str:
-    """Return the classes, the size of each split, the tokens of an epoch with each kind of padding,
-    and, if there are any, the number of test texts that are also in the training split."""
-    sizes = ", ".join(f"{len(examples):,} {split}" for split, examples in splits.items())
-    paddings = sampler.tokens_by_padding(seq_length)
-    padded = ", ".join(f"{padding} {n:,}" for padding, n in paddings.items())
-    trained = set(splits["train"].texts)
-    shared = sum(text in trained for text in splits["test"].texts)
-    lines = [
-        f"{len(classes)} classes ({', '.join(classes)}), examples: {sizes}",
-        f"tokens of an epoch: {sum(sampler.lengths):,} of the texts; with padding: {padded}",
-    ]
-    if shared:  # only if the table has its own splits, which are not changed
-        lines.append(f"{shared:,} texts of the test split are also in the training split")
-    return "\n".join(lines)
-
-
-def check_finite(values: dict[str, float], step: int, run_dir: Path, best_epoch: int) -> None:
+def check_finite(values: dict[str, float], step: int, run_dir: Path) -> None:
     """Raise RunError if one of the values, by name, is not finite.
 
-    All ranks must call this with equal values, so that all of them stop. best_epoch: the epoch
-    whose model is saved in run_dir/best, or 0 if there is none yet.
+    All ranks must call this with equal values, so that all of them stop.
     """
     if bad := [f"the {name} is {v:.0f}" for name, v in values.items() if not math.isfinite(v)]:
-        kept = f"the best model so far, of epoch {best_epoch}, is kept in {run_dir / 'best'}"
         raise RunError(
-            f"The training has diverged: at step {step} {' and '.join(bad)}; "
-            f"{kept if best_epoch else 'no model was saved'}. Start a new run with a smaller --lr "
+            f"The training has diverged: at step {step} {' and '.join(bad)}. If an epoch was "
+            f"complete, {run_dir / 'best'} has the best model. Start a new run with a smaller --lr "
             "or more --warmup-steps."
         )
 
 
-def describe_epoch(epoch: int, metrics: dict[str, float], best_epoch: int) -> str:
-    """Return a line with the losses and accuracies of an epoch."""
-    shown = {name: f"{metrics[name]:.4f}" for name in metrics if re.search("_loss|_accuracy", name)}
+def describe_data(classes: list[str], splits: dict[str, Examples], sampler: GroupedSampler) -> str:
+    """Return the classes, the size of each split, the tokens of an epoch, and the number of test
+    texts that are also in the training split."""
+    sizes = ", ".join(f"{len(examples):,} {split}" for split, examples in splits.items())
+    trained = set(splits["train"].texts)
+    shared = sum(text in trained for text in splits["test"].texts)
     return (
-        f"epoch {epoch}: training loss {shown['train_loss']}, accuracy {shown['train_accuracy']}; "
-        f"validation loss {shown['eval_loss']}, accuracy {shown['eval_accuracy']}"
-        f"{' (the best so far)' * (epoch == best_epoch)}"
+        f"{len(classes)} classes ({', '.join(classes)}), examples: {sizes}\n"
+        f"tokens of an epoch: {sum(sampler.lengths):,}, with padding {sampler.padded_tokens():,}\n"
+        f"test texts that are also in the training split: {shared:,}"
     )
 
 
@@ -171,7 +96,12 @@ def write_report(
     content = {"epoch": epoch, "loss": loss, "classes": classes}
     content |= {"confusion_matrix": matrix.tolist(), **reports}
     (run_dir / "test_report.json").write_text(json.dumps(content, indent=1) + "\n")
-    draw_matrix(run_dir / "confusion_matrix.svg", matrix, classes)
+    # The same counts always give the same picture. A $ in a name starts no formula.
+    with matplotlib.rc_context({"svg.hashsalt": "confusion matrix", "text.parse_math": False}):
+        figure = Figure(figsize=(4 + len(classes) / 2, 3 + len(classes) / 2), layout="constrained")
+        display = ConfusionMatrixDisplay(matrix, display_labels=classes)
+        display.plot(ax=figure.add_subplot(), cmap="Blues", colorbar=False, xticks_rotation=45)
+        figure.savefig(run_dir / "confusion_matrix.svg", metadata={"Date": None})
     lines = [
         classification_report(test.labels, predictions, digits=3, **options),
         f"{'':24}accuracy  macro F1",
@@ -179,21 +109,3 @@ def write_report(
     for name, report in reports.items():
         lines.append(f"{name:24}{report['accuracy']:8.3f}{report['macro avg']['f1-score']:10.3f}")
     return "\n".join(lines)
-
-
-def draw_matrix(path: Path, matrix: object, classes: list[str]) -> None:
-    """Draw the confusion matrix (rows: true classes, columns: predictions). The same counts always
-    give the same file."""
-    size = 3 + min(len(classes), 60) / 2
-    display = ConfusionMatrixDisplay(matrix, display_labels=classes)
-    options = {"values_format": "d", "include_values": len(classes) <= 30}  # more are unreadable
-    # A $ starts no formula. Names are stored as text, because matplotlib's font lacks many scripts.
-    names = {"svg.fonttype": "none", "text.parse_math": False}
-    with (
-        matplotlib.rc_context({"svg.hashsalt": "confusion matrix", **names}),
-        warnings.catch_warnings(action="ignore", category=UserWarning),
-    ):
-        figure = Figure(figsize=(size + 1, size), layout="constrained")
-        axes = figure.add_subplot()
-        display.plot(ax=axes, cmap="Blues", colorbar=False, xticks_rotation=45, **options)
-        figure.savefig(path, metadata={"Date": None})
