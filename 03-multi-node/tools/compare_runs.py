@@ -1,11 +1,15 @@
-"""Find the first step in which two runs differ, and what differs in their checkpoints.
+"""Compare runs: speed, memory and losses in a table, and the first step in which they differ.
 
 python 03-multi-node/tools/compare_runs.py outputs/one outputs/two
 
-The exit status is 0 if nothing differs, 1 if something differs, and 2 for bad input.
+The first run is the one that the others are compared with. Speeds and times are medians of the log
+lines without the first third, which is warm-up. The exit status is 0 if nothing differs, 1 if
+something differs, and 2 for bad input.
 """
 
 import json
+import math
+import statistics
 import sys
 import tempfile
 import warnings
@@ -20,6 +24,8 @@ from common.cli import RunError
 
 # A step computes them in this order. The loss is that of the forward pass, before the update.
 KEYS = ("lr", "loss", "grad_norm", "eval_loss")
+PHASES = ("data", "forward", "backward", "update")
+MEDIANS = ("tokens_per_s", *(f"time/{phase}" for phase in PHASES))
 
 
 def read_metrics(run_dir: Path) -> dict[int, dict]:
@@ -27,7 +33,7 @@ def read_metrics(run_dir: Path) -> dict[int, dict]:
     path = run_dir / "metrics.jsonl"
     try:
         lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-        return {line["step"]: line for line in lines}
+        return {line["step"]: line for line in lines if "loss" in line}
     except (OSError, ValueError, KeyError) as error:
         raise RunError(f"Cannot read {path} ({error}): give the folder of a run.") from error
 
@@ -36,16 +42,30 @@ def difference(one: float | None, two: float | None) -> float:
     """Return |two - one| / |one|, which is infinite if only one of them is a number."""
     if one == two:
         return 0.0
-    return abs(two - one) / (abs(one) or 1.0) if None not in (one, two) else float("inf")
+    return abs(two - one) / (abs(one) or 1.0) if None not in (one, two) else math.inf
 
 
-def first_difference(runs: list[dict[int, dict]]) -> tuple[int, dict[str, float]] | None:
-    """Return the first step that differs, and the relative differences by key."""
-    one, two = runs
-    for step in sorted(one.keys() & two.keys()):
+def row(name: str, run: dict[int, dict], first: dict[int, dict]) -> str:
+    """Return a run's row of the table."""
+    lines = list(run.values())
+    counted = lines[len(lines) // 3 :]
+    speed, *times = (statistics.median(line.get(key) or 0 for line in counted) for key in MEDIANS)
+    largest = max(difference(first[step]["loss"], run[step]["loss"]) for step in first.keys() & run)
+    cells = [f"{speed:,.0f}", *(f"{ms:,.1f}" for ms in times)]
+    cells += [f"{max(line.get('peak_mem_gib') or 0 for line in lines):.1f}"]
+    cells += [f"{lines[-1]['loss']:.4f}", f"{largest:.1e}"]
+    return f"{name:24}" + "".join(f"{cell:>10}" for cell in cells)
+
+
+def first_difference(one: dict[int, dict], two: dict[int, dict]) -> str | None:
+    """Return the first step that differs and by how much, or None."""
+    steps = sorted(one.keys() & two.keys())
+    for before, step in zip([None, *steps], steps, strict=False):
         found = {key: difference(one[step].get(key), two[step].get(key)) for key in KEYS}
         if any(found.values()):
-            return step, {key: value for key, value in found.items() if value}
+            shown = ", ".join(f"{key} by {value:.1e}" for key, value in found.items() if value)
+            last = f"step {before} is identical" if before else "no earlier step is in both logs"
+            return f"differs from step {step} on: {shown}; {last}"
     return None
 
 
@@ -54,8 +74,7 @@ def read_checkpoint(path: Path) -> dict[str, object]:
     with tempfile.NamedTemporaryFile(suffix=".pt") as file, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # torch warns that there is no process group
         dcp_to_torch_save(path, file.name)
-        content = torch.load(file.name, weights_only=False)
-    return dict(flatten(content, ""))
+        return dict(flatten(torch.load(file.name, weights_only=False), ""))
 
 
 def flatten(value: object, name: str) -> Iterator[tuple[str, object]]:
@@ -73,33 +92,37 @@ def is_equal(one: object, two: object) -> bool:
     return repr(one) == repr(two)
 
 
+def differing_values(one: Path, two: Path) -> Iterator[str]:
+    """Yield a sentence for each checkpoint of both runs whose contents differ."""
+    folders = [{path.name: path for path in run.glob("checkpoints/step-*")} for run in (one, two)]
+    for name in sorted(folders[0].keys() & folders[1].keys()):
+        a, b = (read_checkpoint(each[name]) for each in folders)
+        names = sorted(a.keys() | b.keys())
+        wrong = [key for key in names if not is_equal(a.get(key), b.get(key))]
+        if wrong:
+            shown = ", ".join(wrong[:4]) + (", ..." if len(wrong) > 4 else "")
+            yield f"{name}: {len(wrong)} of {len(names)} tensors and numbers differ: {shown}"
+
+
 def main() -> None:
     parser = cli.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("runs", nargs=2, type=Path, help="folders of two runs")
+    parser.add_argument("runs", nargs="+", type=Path, help="folders of runs")
     folders = parser.parse_args().runs
-    metrics = [read_metrics(folder) for folder in folders]
-    steps = sorted(metrics[0].keys() & metrics[1].keys())
-    if not steps:
-        raise RunError("The two runs logged no common step: use the same --log-freq for both.")
-    found = first_difference(metrics)
-    if found is None:
-        print(f"all {len(steps)} steps that both runs logged are identical, up to step {steps[-1]}")
-    else:
-        first, differences = found
-        before = [step for step in steps if step < first]
-        last = f"step {before[-1]} is identical" if before else "no earlier step is logged in both"
-        shown = ", ".join(f"{key} by {value:.1e}" for key, value in differences.items())
-        print(f"the runs differ from step {first} on: {shown}; {last}")
-    checkpoints_differ = False
-    paths = [{path.name: path for path in folder.glob("checkpoints/step-*")} for folder in folders]
-    for name in sorted(paths[0].keys() & paths[1].keys()):
-        one, two = (read_checkpoint(each[name]) for each in paths)
-        names = sorted(one.keys() | two.keys())
-        wrong = [key for key in names if not is_equal(one.get(key), two.get(key))]
-        checkpoints_differ |= bool(wrong)
-        shown = ", ".join(wrong[:4]) + (", ..." if len(wrong) > 4 else "")
-        print(f"{name}: {len(wrong)} of {len(names)} values differ: {shown}".removesuffix(": "))
-    sys.exit(1 if found or checkpoints_differ else 0)
+    first, *others = runs = [read_metrics(folder) for folder in folders]
+    if not all(first.keys() & run.keys() for run in runs):
+        raise RunError("The runs logged no common step: use the same --log-freq for all.")
+    titles = ("tokens/s", *(f"{phase}, ms" for phase in PHASES), "GiB", "loss", "differs")
+    print(f"{'':24}" + "".join(f"{title:>10}" for title in titles))
+    for folder, run in zip(folders, runs, strict=True):
+        print(row(str(folder), run, first))
+    differences = []
+    for folder, run in zip(folders[1:], others, strict=True):
+        found = [each for each in [first_difference(first, run)] if each]
+        differences += [
+            f"{folder}: {each}" for each in (*found, *differing_values(folders[0], folder))
+        ]
+    print("\n".join(differences) if differences else "no difference in the logs and checkpoints")
+    sys.exit(1 if differences else 0)
 
 
 if __name__ == "__main__":
