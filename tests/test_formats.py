@@ -2,15 +2,15 @@
 
 import itertools
 import math
-import shlex
+import shutil
 
 import pytest
 import torch
-from helpers import ROOT, read_metrics, run_script, tensors
-from runner import load_script
+from helpers import CHAPTERS, ROOT, apply, patch, read_metrics, tensors
+from runner import finish, load_script, start
 
-EXPERIMENTS = ROOT / "05-mixed-precision/experiments"
-SCRIPT = "05-mixed-precision/train_llm.py"
+CHAPTER = CHAPTERS[4]
+EXPERIMENTS, DIFFS = ROOT / CHAPTER / "experiments", ROOT / CHAPTER / "diffs"
 
 
 # --- formats ---
@@ -164,12 +164,14 @@ def test_rounding_at_random():
 @pytest.mark.ci
 def test_the_chapter_s_script_with_random_rounding(tmp_path, corpus):
     """The first step changes more weights than rounding to nearest lets through: 10%."""
+    folder = patch(CHAPTER, tmp_path / "copy", diff=DIFFS / "share-changed.diff")
+    assert apply(DIFFS / "stochastic-rounding.diff", tmp_path / "copy").returncode == 0
+    shutil.copy(ROOT / CHAPTER / "precision.py", folder)
+    shutil.copytree(EXPERIMENTS, folder / "experiments")
     options = ("-s", 16, "-b", 1, "--global-batch-size", 1, "-d", corpus, "--save-dir", tmp_path)
     options += ("--max-steps", 3, "--param-dtype", "bfloat16", "--lr", 3e-5, "--warmup-steps", 0)
     options += ("--log-freq", 1, "--ckpt-freq", 1, "--keep-checkpoints", 3, "-e", "run")
-    wrappers = (EXPERIMENTS / "log_changed.py", EXPERIMENTS / "stochastic_rounding.py")
-    done = run_script(*wrappers, SCRIPT, *options)
-    assert done.returncode == 0, done.stderr
+    assert finish(start(options, script=str(folder / "train_llm.py"))) == 0
     shares = [line["share_changed"] for line in read_metrics(tmp_path / "run")]
     assert 0.15 < shares[0] < 0.5
     weights = [tensors(tmp_path / "run", step)["model"] for step in (1, 2, 3)]
@@ -177,5 +179,3 @@ def test_the_chapter_s_script_with_random_rounding(tmp_path, corpus):
         names = [name for name in before if name != "lm_head.weight"]  # the embedding, once more
         changed = sum((before[name] != after[name]).sum().item() for name in names)
         assert share == changed / sum(before[name].numel() for name in names)
-    resume = shlex.join(map(str, ["python", *wrappers, SCRIPT, *options]))
-    assert f"to resume it after a stop: {resume}\n" in done.stderr

@@ -1,25 +1,17 @@
 """Implement loss scaling by hand, and count the gradients that underflow in float16.
 
 python 05-mixed-precision/experiments/loss_scaling.py
-
-Given a script and its arguments, it runs that script with an initial scale that is too high:
-
-python 05-mixed-precision/experiments/loss_scaling.py SCRIPT --precision fp16
 """
 
 import collections
-import functools
 import inspect
 import math
-import sys
 
 import torch
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
-from common import launch, models
-
-from given_script import run_given_script
+from common import models
 
 # GradScaler's defaults: it starts at 2^16, and doubles the scale after 2000 good steps in a row.
 TOO_HIGH = {"init_scale": 2.0**30, "growth_interval": 4}
@@ -92,14 +84,7 @@ def lost(steps: int, scales: tuple[float, ...], accumulation: int) -> dict[str, 
     return shares
 
 
-def begin_too_high() -> None:
-    torch.amp.GradScaler = functools.partial(torch.amp.GradScaler, **TOO_HIGH)
-
-
 def main() -> None:
-    if len(sys.argv) > 1:
-        run_given_script(begin_too_high)
-        return
     print("step    loss      scale   largest gradient   the step is")
     for step, row in enumerate(by_hand(24, **TOO_HIGH)[0], start=1):
         power, verdict = math.log2(row["scale"]), "skipped" if row["inf"] else "taken"
@@ -112,4 +97,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    launch.run(main)
+    main()

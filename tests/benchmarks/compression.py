@@ -1,6 +1,6 @@
 """Compress the gradients that DDP sends, and measure bytes, error and loss.
 
-torchrun --standalone --nproc-per-node 2 05-mixed-precision/experiments/compression.py
+torchrun --standalone --nproc-per-node 2 tests/benchmarks/compression.py
 
 The hooks are PyTorch's own: https://docs.pytorch.org/docs/stable/ddp_comm_hooks.html
 PowerSGD sends two thin matrices whose product approximates the gradient:
