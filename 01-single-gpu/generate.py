@@ -15,9 +15,10 @@ from transformers import GenerationConfig, PreTrainedTokenizerBase
 
 from common import cli, launch
 from common.cli import RunError, at_least
-from common.models import encode_chat, hide_special_tokens, n_positions
+from common.models import n_positions
 
-from trained_model import TrainedModel, load_trained
+from chat import encode_chat, hide_special_tokens
+from trained_model import TrainedModel, check_output, load_trained
 
 
 def get_args() -> argparse.Namespace:
@@ -54,7 +55,7 @@ def main() -> None:
     greedy = args.temperature == 0
     if greedy and args.num_samples > 1:
         raise RunError("--temperature 0 always gives the same text: give --num-samples 1.")
-    cli.check_output(args.output)
+    check_output(args.output)
 
     # --- model ---
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -84,38 +85,29 @@ def main() -> None:
     torch.manual_seed(args.seed)
 
     # --- text ---
-    at_terminal = args.prompt is None and args.prompts is None and sys.stdin.isatty()
-    ask = "; type one prompt per line, and Ctrl-D to stop" if at_terminal else ""
-    print(f"{trained.origin}; {how}{ask}", file=sys.stderr)
-    for prompts in read_prompts(args):
-        try:
-            for sample in answer(prompts, trained, args):
-                if args.output:
-                    with args.output.open("a", encoding="utf-8") as file:
-                        file.write(json.dumps(sample) + "\n")
-                    continue
-                if len(prompts) * args.num_samples > 1:
-                    print(f"--- sample {sample['sample']} of {sample['prompt']!r}")
-                print(sample["text"], flush=True)  # a pipe would buffer it otherwise
-        except RunError as error:
-            if not at_terminal:
-                raise
-            print(error, file=sys.stderr)  # the user can type another prompt
+    if args.prompt is None and args.prompts is None and sys.stdin.isatty():
+        print("Type one prompt per line, and Ctrl-D at the end.", file=sys.stderr)
+    prompts = read_prompts(args)
+    print(f"{trained.origin}; {how}", file=sys.stderr)
+    for sample in answer(prompts, trained, args):
+        if args.output:
+            with args.output.open("a", encoding="utf-8") as file:
+                file.write(json.dumps(sample) + "\n")
+            continue
+        if len(prompts) * args.num_samples > 1:
+            print(f"--- sample {sample['sample']} of {sample['prompt']!r}")
+        print(sample["text"], flush=True)  # a pipe would buffer it otherwise
 
 
-def read_prompts(args: argparse.Namespace) -> Iterator[list[str]]:
-    """Yield the prompts of one batch: --prompt, all lines of --prompts, or one line of stdin."""
+def read_prompts(args: argparse.Namespace) -> list[str]:
+    """Return --prompt, or the lines of --prompts or of stdin."""
     if args.prompt is not None:
-        yield [args.prompt]
-    elif args.prompts:
-        try:
-            yield args.prompts.read_text(encoding="utf-8-sig").removesuffix("\n").split("\n")
-        except (OSError, UnicodeDecodeError) as error:
-            raise RunError(
-                f"--prompts {args.prompts} cannot be read ({error}): give a UTF-8 text file."
-            ) from error
-    else:
-        yield from ([line.rstrip("\n")] for line in sys.stdin)
+        return [args.prompt]
+    try:
+        text = args.prompts.read_text(encoding="utf-8-sig") if args.prompts else sys.stdin.read()
+    except (OSError, UnicodeDecodeError) as error:
+        raise RunError(f"Cannot read the prompts ({error}): give a UTF-8 text file.") from error
+    return text.removesuffix("\n").split("\n")
 
 
 def answer(prompts: list[str], trained: TrainedModel, args: argparse.Namespace) -> Iterator[dict]:

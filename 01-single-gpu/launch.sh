@@ -13,6 +13,4 @@ if [[ -z "${VIRTUAL_ENV:-}" && -x .venv/bin/python ]]; then
     PYTHON=.venv/bin/python
 fi
 
-# The script prints this command in its log, to say how to resume the run.
-export LAUNCH_COMMAND="bash 01-single-gpu/launch.sh"
 exec "$PYTHON" 01-single-gpu/train_llm.py "$@"

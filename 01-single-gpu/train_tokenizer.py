@@ -4,8 +4,6 @@ python 01-single-gpu/train_tokenizer.py my-tokenizer
 """
 
 import argparse
-import shlex
-import shutil
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from common import cli, launch
 from common.cli import RunError, at_least
-from common.documents import find_documents, read_documents
+from common.documents import find_documents
 
 END_OF_TEXT = "<|endoftext|>"  # ends each document; its id is 0
 UNKNOWN = "<|unknown|>"  # replaces words and characters that are not in the vocabulary
@@ -52,36 +50,27 @@ def main() -> None:
             f"end-of-text token: give at least {N_BYTES + 1}."
         )
 
-    source = find_documents(args.dataset_name, args.dataset_subset, args.text_column)
-    documents = source.load()
+    documents = find_documents(args.dataset_name, args.dataset_subset, args.text_column)
+
+    def read(held_out: bool) -> Iterator[str]:
+        return (each.text for each in documents.read() if each.held_out == held_out)
+
     sizes = {
-        part: sum(map(len, read_documents(documents, held_out)))
+        part: sum(map(len, read(held_out)))
         for part, held_out in (("training", False), ("evaluation", True))
     }
     for part, size in sizes.items():
         if not size:
             raise RunError(f"The {part} part of {args.dataset_name} is empty: give more text.")
-    texts = read_documents(documents, held_out=False)
-    tokenizer = train(args.kind, args.vocab_size, args.min_frequency, texts)
-    counts = measure(tokenizer, read_documents(documents, held_out=True))
+    tokenizer = train(args.kind, args.vocab_size, args.min_frequency, read(held_out=False))
+    counts = measure(tokenizer, read(held_out=True))
 
     try:
         tokenizer.save_pretrained(target)
-    except Exception as error:  # the tokenizers library raises it, for example on a full disk
-        shutil.rmtree(target, ignore_errors=True)
-        reason = getattr(error, "strerror", None) or error
-        raise RunError(
-            f"{target} could not be written ({reason}): make room, or give another folder."
-        ) from error
+    except OSError as error:
+        raise RunError(f"{target} could not be written ({error.strerror}).") from error
     known_tokens = 1 - counts["unknown tokens"] / counts["tokens"]
     known_characters = 1 - counts["unknown characters"] / sizes["evaluation"]
-    flags = ["--tokenizer-name", str(target)]
-    if args.dataset_name != "python-stdlib":
-        flags += ["-d", args.dataset_name]
-    if args.dataset_subset:
-        flags += ["--dataset-subset", args.dataset_subset]
-    if args.text_column:
-        flags += ["--text-column", args.text_column]
     print(
         f"{target}: {KINDS[args.kind]}, {len(tokenizer):,} tokens, trained on "
         f"{sizes['training']:,} characters of {args.dataset_name}\n"
@@ -89,7 +78,7 @@ def main() -> None:
         f"{counts['tokens'] / sizes['evaluation']:.3f} tokens per character\n"
         f"the vocabulary covers {known_characters:.2%} of these characters and {known_tokens:.2%} "
         f"of the tokens; {counts['unknown tokens']:,} tokens are unknown\n"
-        f"to train with it: python 01-single-gpu/train_llm.py {shlex.join(flags)}"
+        f"to train with it: python 01-single-gpu/train_llm.py --tokenizer-name {target}"
     )
 
 

@@ -4,6 +4,7 @@ import argparse
 import ast
 import dataclasses
 import logging
+import sys
 import sysconfig
 import textwrap
 import warnings
@@ -19,9 +20,10 @@ from transformers import PreTrainedTokenizerBase
 
 from common.cli import RunError
 from common.data import IGNORED
-from common.documents import BUILT_IN, NOT_CODE, fetch, is_held_out, load_table
-from common.models import encode_chat, hide_special_tokens
-from common.storage import is_remote
+from common.documents import BUILT_IN, NOT_CODE, is_held_out, load_table
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "01-single-gpu"))
+from chat import encode_chat, hide_special_tokens
 
 if TYPE_CHECKING:
     import datasets
@@ -37,12 +39,10 @@ Messages = list[dict[str, str]]  # of one conversation: {"role": ..., "content":
 class Conversations(Dataset):
     """Packed sequences. Item: a tensor for each of KEYS, int64 [seq_length].
 
-    rows: int32 [sequences, 3, seq_length]. prompt: a conversation up to where its first answer
-    begins. tokens_per_byte: of the answers, for bits per byte.
+    rows: int32 [sequences, 3, seq_length]. tokens_per_byte: of the answers, for bits per byte.
     """
 
     rows: torch.Tensor
-    prompt: str
     tokens_per_byte: float
 
     @property
@@ -68,17 +68,16 @@ class Conversations(Dataset):
 
 
 def load_conversations(
-    args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase, seq_length: int
+    args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase
 ) -> tuple[Conversations, Conversations]:
     """Return the training and the evaluation conversations of args.dataset_name.
 
     Raises RunError for an unknown data set, a missing column, a row that is no conversation, a
-    conversation that does not fit in seq_length tokens, or a tokenizer without a chat template. Of
-    the built-in example, only the conversations that fit are used.
+    conversation that does not fit in args.seq_length tokens, or a tokenizer without a chat
+    template. Of the built-in example, only the conversations that fit are used.
     """
     is_built_in, name = args.dataset_name == BUILT_IN, args.dataset_name
-    if is_built_in and (args.dataset_subset or args.text_column):
-        raise RunError(f"{name} is no table: leave out --dataset-subset and --text-column.")
+    seq_length = args.seq_length
     parts, described = [], []
     for conversations in stdlib_functions() if is_built_in else read_table(args):
         encoded = [encode(messages, tokenizer) for messages in conversations]
@@ -91,15 +90,14 @@ def load_conversations(
                 "--seq-length, or shorten the answers."
             )
         rows = pack(fitting, seq_length)
-        input_ids, labels = rows[:, 0], rows[:, 1]
-        prompt = tokenizer.decode(input_ids[0, : (labels[0] != IGNORED).int().argmax()])
+        labels = rows[:, KEYS.index("labels")]
         answers = labels[labels != IGNORED]
         n_bytes = len(tokenizer.decode(answers, skip_special_tokens=True).encode())
-        parts.append(Conversations(rows, prompt, len(answers) / n_bytes))
+        parts.append(Conversations(rows, len(answers) / n_bytes))
         n_tokens = sum(len(input_ids) for input_ids, _ in fitting)
         described.append(
             f"{len(fitting):,} conversations, {len(answers) / n_tokens:.0%} of the tokens are "
-            f"answers, {len(rows):,} sequences, {1 - n_tokens / input_ids.numel():.0%} padding"
+            f"answers, {len(rows):,} sequences, {1 - n_tokens / labels.numel():.0%} padding"
         )
     logger.info("training: {}\nevaluation: {}".format(*described))
     return parts[0], parts[1]
@@ -208,8 +206,6 @@ def stdlib_functions() -> tuple[list[Messages], list[Messages]]:
             if answer and (question, answer) not in seen:
                 seen.add((question, answer))
                 parts[is_held_out(path)].append(as_messages(question, answer))
-    if not all(parts):
-        raise RunError(f"This Python has no source files in {root}: give -d a table.")
     return parts
 
 
@@ -223,8 +219,7 @@ def read_table(args: argparse.Namespace) -> tuple[list[Messages], list[Messages]
     Without that split, a checksum selects one conversation in 20, and at least one.
     """
     name = args.dataset_name
-    local = str(fetch(name)) if is_remote(name) else name
-    table = load_table(local, args.dataset_subset)
+    table = load_table(name, args.dataset_subset)
     train = read_rows(table["train"], name, args.text_column)
     if "validation" in table:
         return train, read_rows(table["validation"], name, args.text_column)
@@ -261,8 +256,6 @@ def read_rows(rows: "datasets.Dataset", name: str, text_column: str | None) -> l
                 f"Row {number} of {name} is no conversation: give each row a question and an "
                 "answer, or messages with role and content, one of them of the assistant."
             )
-    if not conversations:
-        raise RunError(f"{name} has no rows: give a table with questions and answers.")
     return conversations
 
 

@@ -6,13 +6,11 @@
 #   bash 02-ddp/launch.sh -e my-run --max-steps 100
 #   NPROC_PER_NODE=4 bash 02-ddp/launch.sh
 set -euo pipefail
-SCRIPT=02-ddp/train_llm.py
+SCRIPT=${SCRIPT:-02-ddp/train_llm.py}
 source "$(dirname "${BASH_SOURCE[0]}")/../common/launch.sh"
 
 # By default torchrun gives each process one thread.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$THREADS}"
-# The script prints this command in its log, to say how to resume the run.
-export LAUNCH_COMMAND="${NPROC_PER_NODE:+NPROC_PER_NODE=$NPROC_PER_NODE }bash 02-ddp/launch.sh"
 # The output of each rank and the exception that ended it are in logs/<id>/attempt_0/<rank>/. Rank
 # 0's output is also shown here (3 means stdout and stderr).
 # --local-addr: a machine may not know its own name, and torchrun would wait for its address.

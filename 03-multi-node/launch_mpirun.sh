@@ -28,8 +28,6 @@ done
 export MASTER_ADDR=${HOSTS%%:*}
 export MASTER_PORT=${MASTER_PORT:-29500}
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$THREADS}"
-# The script prints this command in its log, to say how to resume the run.
-export LAUNCH_COMMAND="HOSTS=$HOSTS bash 03-multi-node/launch_mpirun.sh"
 
 # mpirun passes on only the variables that are given with -x.
 NAMES="PYTHONPATH|(OMP|HF|WANDB|NCCL|GLOO|TORCH|PYTORCH|CUDA|LAUNCH)_.*"

@@ -30,12 +30,6 @@ export OMP_NUM_THREADS="${OMP_NUM_THREADS:-$THREADS}"
 # A single node uses localhost, because its own host name may not resolve.
 ADDRESS=()
 [[ -n "${HEAD:-}" ]] || ADDRESS=(--local-addr localhost)
-# The script prints this command in its log, to say how to resume the run.
-VARIABLES=
-for VARIABLE in NNODES HEAD NPROC_PER_NODE MAX_RESTARTS LAST_CALL; do
-    [[ -z "${!VARIABLE:-}" ]] || VARIABLES+="$VARIABLE=${!VARIABLE} "
-done
-export LAUNCH_COMMAND="${LAUNCH_COMMAND:-${VARIABLES}bash $LAUNCH_FILE}"
 # By default all restarts share one store, in which processes can find addresses of processes that
 # no longer exist (https://github.com/pytorch/pytorch/issues/135712).
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1

@@ -1,6 +1,6 @@
 """Predict the peak memory of one GPU in a training step, and which chapter your model needs.
 
-python 04-fsdp/memory.py -m llama-3.1-8b -s 8192 -b 1 --gpus 8 --gpu-memory 139
+python 04-fsdp/memory.py -m llama-3.1-8b -s 8192 -b 1 --gpus 8 --gpu-memory 140
 
 peak_memory.py beside this script computes the prediction and explains it.
 """
@@ -35,76 +35,40 @@ SETUPS = {
     f"Chapter 5 with {CHECKPOINTING} full": BF16 | FULL,
     f"Chapter 5 with {CHECKPOINTING} full --cpu-offload": BF16 | FULL | {"cpu_offload": True},
 }
-SHARED = " and context-parallel.diff, --context-parallel"  # in the name of a setup
-WAYS = (2, 4, 8, 16)  # numbers of GPUs that may share a sequence, in a recommendation
 RESERVE = 0.05  # share of a GPU's memory for CUDA, NCCL and fragmentation
-MAX_GPUS = 2**16
 
 
 def predict_all(config: PretrainedConfig, options: Options, cache: dict) -> dict[str, dict]:
-    """Return the prediction for each setup; cache: see predict."""
+    """Return the prediction for each setup; cache: see predict.
+
+    Only context-parallel.diff lets several GPUs share a sequence, and only in chapter 5.
+    """
     alone = replace(options, context_parallel=1)
     found = {n: predict(config, replace(alone, **each), cache) for n, each in SETUPS.items()}
-    return found | predict_shared(config, options, cache) if options != alone else found
+    for name, changes in SETUPS.items():
+        if options != alone and "precision" in changes and "cpu_offload" not in changes:
+            shared = f"{name} --context-parallel {options.context_parallel}"
+            found[shared] = predict(config, replace(options, **changes), cache)
+    return found
 
 
-def predict_shared(config: PretrainedConfig, options: Options, cache: dict) -> dict[str, dict]:
-    """Return the prediction for each setup in which several GPUs share a sequence."""
-    return {
-        f"{name}{SHARED} {options.context_parallel}": predict(
-            config, replace(options, **changes), cache
-        )
-        for name, changes in SETUPS.items()
-        if "precision" in changes and "cpu_offload" not in changes
-    }
-
-
-def first_fit(predictions: dict[str, dict], memory: float, host: bool = True) -> str | None:
-    """Return the first setup that fits into `memory` GiB; host: whether it may use host memory."""
+def first_fit(predictions: dict[str, dict], memory: float) -> str | None:
+    """Return the first setup that fits into `memory` GiB."""
     limit = (1 - RESERVE) * memory * GIB
-    fitting = (name for name, found in predictions.items() if found["peak"] <= limit)
-    return next((name for name in fitting if host or not predictions[name]["host"]), None)
+    return next((name for name, found in predictions.items() if found["peak"] <= limit), None)
 
 
-def recommend(config: PretrainedConfig, options: Options, memory: float, cache: dict) -> str:
+def recommend(predictions: dict[str, dict], memory: float) -> str:
     """Return a sentence that names the setup for GPUs of `memory` GiB."""
-    predictions = predict_all(config, options, cache)
     name = first_fit(predictions, memory)
-    if name is None:  # with --cpu-offload, more GPUs would not lower the peak
-        return share_sequences(config, options, memory, cache)
+    if name is None:
+        return (
+            f"No setup fits into {memory:g} GiB per GPU: give more --gpus, a smaller --batch-size "
+            "or --seq-length, or --context-parallel."
+        )
     found = predictions[name]
-    needs = f"{name}: {found['peak'] / GIB:.1f} of {memory:g} GiB per GPU"
-    if not found["host"]:
-        first = name == next(iter(predictions))
-        return f"{needs}." if first else f"{needs}; no earlier setup fits."
-    needs += f" and {found['host'] / GIB:.1f} GiB of host memory per GPU; no earlier setup fits."
-    gpus = options.gpus
-    while gpus < MAX_GPUS:
-        gpus *= 2
-        predictions = predict_all(config, replace(options, gpus=gpus), cache)
-        if name := first_fit(predictions, memory, host=False):
-            return f"{needs} On {gpus} GPUs: {name}."
-    return needs
-
-
-def share_sequences(config: PretrainedConfig, options: Options, memory: float, cache: dict) -> str:
-    """Return a sentence that names a setup in which several GPUs share a sequence."""
-    gpus = options.gpus
-    ways = [n for n in WAYS if not refusal(config, options.seq_length, n)]
-    while gpus < MAX_GPUS:
-        for n in (n for n in ways if gpus % n == 0):
-            shared = replace(options, gpus=gpus, context_parallel=n)
-            predictions = predict_shared(config, shared, cache)
-            if name := first_fit(predictions, memory):
-                needs = f"{name}: {predictions[name]['peak'] / GIB:.1f} of {memory:g} GiB per GPU"
-                if gpus == options.gpus:
-                    return f"{needs}; no earlier setup fits."
-                return f"{options.gpus} GPUs are not enough. On {gpus} GPUs: {needs}."
-        gpus *= 2
-    return (
-        f"No number of GPUs is enough, with at most {WAYS[-1]} for each sequence: lower "
-        "--batch-size or --seq-length, or split layers."
-    )
+    host = f" and {found['host'] / GIB:.1f} GiB of host memory" if found["host"] else ""
+    return f"{name}: {found['peak'] / GIB:.1f} of {memory:g} GiB{host} per GPU."
 
 
 def refusal(config: PretrainedConfig, seq_length: int, n: int) -> str:
@@ -115,7 +79,6 @@ def refusal(config: PretrainedConfig, seq_length: int, n: int) -> str:
 
 
 def short(name: str) -> str:
-    name = name.replace(SHARED, " --context-parallel")
     return name.replace("with ", "").replace(f"{CHECKPOINTING} ", "")
 
 
@@ -176,8 +139,7 @@ def main() -> None:
     if reason or args.gpus % n:
         raise RunError(f"--context-parallel {n} {reason or f'does not divide {args.gpus} GPUs'}.")
     options = Options(**{f.name: getattr(args, f.name) for f in fields(Options) if f.name in args})
-    cache = {}
-    predictions = predict_all(config, options, cache)
+    predictions = predict_all(config, options, {})
     print(table(predictions, args.gpu_memory))
     sequences = args.gpus * args.batch_size * args.accumulation
     shared = f" ({sequences // n} with --context-parallel)" if n > 1 else ""
@@ -185,7 +147,7 @@ def main() -> None:
         f"The table is for --global-batch-size {sequences}{shared}; for a larger one, set "
         f"--accumulation. A setup fits if its peak is at most {1 - RESERVE:.0%} of --gpu-memory."
     )
-    print(recommend(config, options, args.gpu_memory, cache))
+    print(recommend(predictions, args.gpu_memory))
 
 
 if __name__ == "__main__":

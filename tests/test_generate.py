@@ -2,11 +2,12 @@
 
 import json
 from collections.abc import Callable
+from itertools import chain
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import ROOT, first_then_nightly, save_run
+from helpers import ROOT, first_then_nightly, save_run, unreadable
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -15,7 +16,10 @@ from transformers import (
     RepetitionPenaltyLogitsProcessor,
 )
 
-from common import models
+from common import launch, models
+from common.cli import RunError
+
+from trained_model import load_trained
 
 SCRIPT = ROOT / "01-single-gpu/generate.py"
 NAMES = ["gpt2-tiny", "llama-tiny"]
@@ -155,11 +159,23 @@ def test_what_is_printed(run_main, saved):
     together, said = run_main(SCRIPT, run, *GREEDY, *short, stdin="def\n\nclass Reader:")
     prompts = ("def", "", "class Reader:")
     single = [run_main(SCRIPT, run, *GREEDY, *short, "-p", prompt)[0] for prompt in prompts]
-    assert together == "".join(single) and together.startswith("def")
+    titles = [f"--- sample 1 of {prompt!r}\n" for prompt in prompts]
+    assert together == "".join(chain(*zip(titles, single, strict=True)))
     names = "(model gpt2-tiny, tokenizer gpt2-tiny)"
     assert said == f"step 7 of {run} {names}; greedy: always the most likely token\n"
     out, _ = run_main(SCRIPT, run, "-p", "def", "-n", 2, *short)
     assert out.startswith("--- sample 1 of 'def'\ndef") and "\n--- sample 2 of 'def'\ndef" in out
+
+
+@pytest.mark.check
+def test_a_run_of_another_user_that_may_not_be_read(saved):
+    """Its folder, the folder of a checkpoint, or a file."""
+    run = saved / "gpt2-tiny"
+    for secret in ("", "checkpoints/step-00000007", "checkpoints/step-00000007/__0_0.distcp"):
+        with unreadable(run / secret), pytest.raises((RunError, PermissionError)) as error:
+            load_trained(str(run), None, None, None)
+        sentence, status = launch._explain(error.value)
+        assert str(run / secret) in sentence and "ermission" in sentence and status == 2
 
 
 @pytest.mark.nightly
@@ -170,10 +186,10 @@ def test_bad_input(refuse, saved, tmp_path):
     (tmp_path / "thesis").write_text("the only copy")
     for args, sentence in (
         ((tmp_path / "nope",), f"There is no nope in {tmp_path}: give another folder."),
-        ((saved,), "neither a run's folder with a complete checkpoint (it has no state.json)"),
+        ((saved,), "neither a run's folder with a complete checkpoint nor a model's folder"),
         ((saved / "classifier",), "classifier is a classifier, not a language model"),
         (("gpt2-tiny",), "The preset gpt2-tiny has no weights: give a run's folder"),
-        ((run, "-m", "llama-tiny"), "another model than llama-tiny: give -m"),
+        ((run, "-m", "llama-tiny"), "give the run's own -m and --tokenizer-name."),
         ((run, "--step", 3), "keeps no checkpoint of step 3: give one of 5, 7."),
         ((saved / "weights", "--step", 3), "leave out --step."),
         ((run, "-p", text), f"128 positions: give --max-new-tokens {room} or less."),

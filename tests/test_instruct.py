@@ -230,10 +230,10 @@ def test_pack_has_each_conversation_once(tokenizer):
             if set(labels[start:end]) != {IGNORED}:
                 found.append((input_ids[start:end], labels[start:end]))
     assert sorted(found) == sorted(encoded)
-    data = Conversations(rows, "", 1.0)
+    data = Conversations(rows, 1.0)
     other = rows.clone()
     other[0, 1, 0] = 7
-    assert Conversations(other, "", 1.0).digest != data.digest, "so that no run resumes with it"
+    assert Conversations(other, 1.0).digest != data.digest, "so that no run resumes with it"
     padded = data.sample(5).pad_to_multiple(4)
     assert len(padded) == 8
     assert [(item["labels"] == IGNORED).all().item() for item in padded] == 5 * [False] + 3 * [True]
@@ -249,7 +249,7 @@ def test_attention_does_not_cross_conversations(preset, tokenizer):
     model.set_attn_implementation("sdpa")  # as the diff does
     encoded = [encode(as_messages(*pair), tokenizer) for pair in questions(6)]
     rows = pack(encoded, 128)
-    batch = Conversations(rows, "", 1.0)[0]
+    batch = Conversations(rows, 1.0)[0]
     input_ids, positions = batch["input_ids"][None], batch["position_ids"][None]
     starts = (positions[0] == 0).nonzero().flatten().tolist()
     assert len(starts) > 2
@@ -266,8 +266,8 @@ def test_attention_does_not_cross_conversations(preset, tokenizer):
 
 
 def load(name: str, tokenizer: object) -> tuple[Conversations, Conversations]:
-    args = argparse.Namespace(dataset_name=str(name), dataset_subset=None, text_column=None)
-    return load_conversations(args, tokenizer, 128)
+    names = {"dataset_name": str(name), "dataset_subset": None, "text_column": None}
+    return load_conversations(argparse.Namespace(**names, seq_length=128), tokenizer)
 
 
 @pytest.mark.check
@@ -283,7 +283,6 @@ def test_messages_are_the_same_as_questions_and_answers(tokenizer, tmp_path):
 def test_built_in_example(tokenizer):
     train, evaluation = load("python-stdlib", tokenizer)
     assert len(train) > 1000 and len(evaluation) > 20
-    assert evaluation.prompt.startswith("user:\n") and evaluation.prompt.endswith("assistant:\n")
     assert 0.1 < evaluation.tokens_per_byte < 1
     texts = [set(tokenizer.batch_decode(part.rows[:, 0])) for part in (train, evaluation)]
     assert not texts[0] & texts[1]
@@ -318,9 +317,7 @@ def test_bad_tables(tokenizer, tmp_path):
 def test_bad_templates(tokenizer, tmp_path):
     folder = shutil.copytree(ROOT / "common/presets/tokenizer", tmp_path / "tokenizer")
     for template, sentence in {
-        "{{ raise_exception('no system message') }}": r"does not accept .* \(no system message\)",
         "{{ messages[-1].content }}": "changes earlier messages when later ones follow",
-        "{% for %}": "does not accept",
     }.items():
         (folder / "chat_template.jinja").write_text(template)
         with pytest.raises(RunError, match=sentence) as error:

@@ -4,7 +4,7 @@ import random
 import re
 from dataclasses import replace
 from functools import partial
-from types import ModuleType, SimpleNamespace
+from types import ModuleType
 
 import pytest
 import torch
@@ -16,7 +16,6 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.distributed.tensor import DTensor
-from torch.nn.functional import scaled_dot_product_attention
 from torch.nn.parallel import DistributedDataParallel
 from torch.testing._internal.distributed.fake_pg import FakeStore
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -31,7 +30,6 @@ from transformers import (
 )
 
 from common.models import causal_attention, load_config
-from common.sharding import SAVED_OPS, find_layers
 
 import peak_memory
 from peak_memory import Options, predict
@@ -95,15 +93,10 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def share_sequences(script: ModuleType, model: PreTrainedModel, options: Options) -> None:
-    """Do what context-parallel.diff does with attention, without the masks that CPUs need."""
+    """Do what context-parallel.diff does with attention."""
     n_ranks = options.context_parallel
-    length = options.seq_length // (2 * n_ranks)
-    masks = [SimpleNamespace(seq_len_kv=chunks * length) for chunks in (1, 2 * n_ranks)]
     mesh = init_device_mesh("cpu", (options.gpus // n_ranks, n_ranks), mesh_dim_names=("dp", "cp"))
-    script.scaled_dot_product_attention = lambda query, key, value, attn_mask, dropout_p, scale: (
-        scaled_dot_product_attention(query, key, value, scale=scale)
-    )
-    attend = partial(script.attend_to_row, mesh["cp"], masks)
+    attend = partial(script.attend_to_gathered_keys, mesh["cp"], (0, 2 * n_ranks - 1))
     AttentionInterface.register("context_parallel", attend)
     model.config._attn_implementation = "context_parallel"
 
@@ -126,7 +119,7 @@ def train(name: str, options: Options, script: ModuleType | None = None, **sizes
         if options.sharding == "fsdp":
             recompute = partial(checkpoint, use_reentrant=False)
             if options.activation_checkpointing == "selective":
-                selective = partial(create_selective_checkpoint_contexts, SAVED_OPS)
+                selective = partial(create_selective_checkpoint_contexts, peak_memory.SAVED_OPS)
                 recompute = partial(recompute, context_fn=selective)
             shape, names = (options.gpus,), ("shard",)
             if options.hsdp:
@@ -137,7 +130,7 @@ def train(name: str, options: Options, script: ModuleType | None = None, **sizes
             shard = partial(
                 fully_shard, mesh=mesh, mp_policy=MixedPrecisionPolicy(computed, torch.float32)
             )
-            for layer in find_layers(model):
+            for layer in next(m for m in model.modules() if isinstance(m, torch.nn.ModuleList)):
                 if options.activation_checkpointing != "none":
                     layer.forward = partial(recompute, layer.forward)
                 shard(layer, reshard_after_forward=options.reshard_after_forward)
@@ -155,7 +148,8 @@ def train(name: str, options: Options, script: ModuleType | None = None, **sizes
         batch = {"input_ids": ids, "labels": ids}
         if script:
             samples = [dict.fromkeys(batch, ids[0])] * options.batch_size
-            batch = script.take_positions(0, options.context_parallel, samples)
+            n_chunks = 2 * options.context_parallel
+            batch = script.take_chunks((0, n_chunks - 1), n_chunks, samples)
         for _ in range(2):
             alive.most = 0
             for micro_batch in range(options.accumulation):
@@ -234,6 +228,13 @@ def test_a_rank_holds_what_is_predicted_with_context_parallelism(alone, tmp_path
     assert predict(load(name, **sizes), shorter)["peak"] < 0.95 * found
 
 
+@pytest.mark.check
+def test_the_same_operations_are_saved():
+    for chapter in CHAPTERS[3:]:
+        saved = load_script(ROOT / chapter / "train_llm.py").SAVED_OPS
+        assert saved == peak_memory.SAVED_OPS and len(saved) == 7
+
+
 def test_offloaded_states_are_on_the_host():
     config = load_config("gpt2-tiny")
     here = predict(config, Options(gpus=2, **FSDP, **TOKENS))
@@ -256,30 +257,18 @@ def test_the_table_and_the_answer(run_main):
 
 
 def test_less_memory_never_needs_an_earlier_chapter():
-    memory, config = load_script(SCRIPT), load_config("gpt2-tiny")
-    options, cache, found = Options(gpus=4, **TOKENS), {}, []
-    predictions = memory.predict_all(config, options, cache)
+    memory, found = load_script(SCRIPT), []
+    predictions = memory.predict_all(load_config("gpt2-tiny"), Options(gpus=4, **TOKENS), {})
     for size in sorted({each["peak"] for each in predictions.values()}, reverse=True):
         room = size / memory.GIB / (1 - memory.RESERVE)
-        name = memory.recommend(config, options, room * 1.0001, cache).split(":")[0]
+        name = memory.recommend(predictions, room * 1.0001).split(":")[0]
         assert predictions[name]["peak"] <= size * 1.001
         found.append(list(predictions).index(name))
     assert found == sorted(found) and len(set(found)) > 4
-    none = memory.recommend(config, options, 0.001, cache)
-    assert none.startswith("No number of GPUs is enough, with at most 16 for each sequence: ")
+    assert memory.recommend(predictions, 0.001).startswith("No setup fits into 0.001 GiB per GPU: ")
 
 
-def test_ranks_share_a_sequence_where_nothing_else_fits(run_main):
-    memory = load_script(SCRIPT)
-    config, options = load_config("gpt2-tiny"), Options(gpus=2, **TOKENS | {"batch_size": 64})
-    predictions = memory.predict_all(config, replace(options, context_parallel=2), {})
-    smallest = min(each["peak"] for each in predictions.values())
-    name = f"Chapter 5 with {memory.CHECKPOINTING} full{memory.SHARED} 2"
-    assert predictions[name]["peak"] == smallest
-    room = smallest / memory.GIB / (1 - memory.RESERVE)
-    assert memory.recommend(config, options, room * 1.001, {}).startswith(f"{name}: ")
-    found = memory.recommend(config, options, room * 0.9, {})
-    assert found.startswith("2 GPUs are not enough. On 4 GPUs: Chapter 5 ")
+def test_ranks_that_share_a_sequence_have_rows_of_their_own(run_main):
     out, _ = run_main(SCRIPT, "-m", "gpt2-tiny", "--gpus", 2, "--context-parallel", 2)
     assert "\nChapter 5 full --context-parallel 2 " in out and "size 16 (8 with --context-" in out
 
