@@ -21,6 +21,7 @@ from helpers import (
     TORCHRUN,
     Ladder,
     Run,
+    apply,
     assert_same_tensors,
     children,
     free_port,
@@ -207,14 +208,6 @@ def test_one_rank_is_chapter_1(tmp_path):
     assert column(rank, "loss") == pytest.approx(column(alone, "loss"), rel=1e-5)
 
 
-@pytest.mark.gpu
-def test_compressed_gradients_do_without_the_gpus():
-    """PowerSGD wants gradients on a GPU where PyTorch has found one: here they are on the CPU."""
-    done = run_script(*TORCHRUN, 2, "05-mixed-precision/experiments/compression.py", "--steps", 12)
-    assert done.returncode == 0, done.stderr
-    assert "PowerSGD, rank 16" in done.stdout
-
-
 @pytest.mark.multi_gpu
 def test_resumes_on_gpus_from_the_cpu_s_checkpoint_and_back(tmp_path):
     """The moments of ZeRO-1 too: saved on GPUs, loaded by one process without."""
@@ -318,12 +311,15 @@ register("05-mixed-precision", OVERFLOW)
 @pytest.mark.parametrize("args", [(), ("--cpu-offload",)], ids=["", "offload"])
 def test_an_overflow_on_one_gpu_makes_all_skip(tmp_path, args):
     """Rank 1's gradients overflow in step 5: the weights stay, all halve the scale and go on."""
-    script = plant("05-mixed-precision", tmp_path / "chapter", OVERFLOW) / "train_llm.py"
-    words = ("05-mixed-precision/experiments/log_changed.py", script, "--precision", "fp16", *args)
+    folder = plant("05-mixed-precision", tmp_path / "05-mixed-precision", OVERFLOW)
+    if not args:  # with offload, the weights are where NCCL cannot add up
+        assert apply(ROOT / "05-mixed-precision/diffs/share-changed.diff", tmp_path).returncode == 0
+    words = (folder / "train_llm.py", "--precision", "fp16", *args)
     metrics = train_in_shell(tmp_path, "overflow", *TORCHRUN, 2, *words)
     scales = [line["loss_scale"] for line in metrics]
     assert scales[4] == scales[3] / 2 and set(scales[4:]) == {scales[4]}
-    assert [line["share_changed"] == 0 for line in metrics] == [n == 4 for n in range(20)]
+    unchanged = [line["share_changed"] == 0 for line in metrics if "share_changed" in line]
+    assert unchanged == ([] if args else [n == 4 for n in range(20)])
     assert metrics[4]["grad_norm"] is None and metrics[-1]["loss"] < metrics[0]["loss"] - 0.5
 
 

@@ -1,101 +1,57 @@
-"""Record how three faults of the fault lab look with NCCL, on two GPUs, for diagnosing.md.
+"""Record how two faults of chapter 3 and its shapes.py look with NCCL, for diagnosing.md.
 
 python tests/benchmarks/nccl_faults.py --output /tmp/nccl
 
-The lab itself uses CPUs and gloo. This script applies the same patches on GPUs. It checks nothing,
-because NCCL promises no symptom.
+It needs two GPUs, and checks nothing, because NCCL promises no symptom.
 """
 
 import argparse
+import os
 import re
 import subprocess
 import sys
-import tempfile
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT / "tests"))
-from runner import load_script  # noqa: E402
+from helpers import TORCHRUN, patch  # noqa: E402
 
-fault_lab = load_script(ROOT / "03-multi-node/tools/fault_lab.py")
-GPUS = {"CUDA_VISIBLE_DEVICES": "0,1"}
-TIMEOUT_S = 15
-SHOWN = r"step \d+/|the sum|Error|ssert|atchdog|light recorder|exitcode|Signal"
-# Frames of C++, torchrun's exception about its own report, a list of loaded modules.
-NOISE = r"^(\d\| )?frame #|raise ChildFailedError|errors\.ChildFailedError:|pandas\."
-STEP, ASSERTION = r"\] step \d+/", r"Assertion `"
-# The lab's script with its tensors on the GPU of the rank.
-SHAPES = fault_lab.shapes.SHAPES
-for old, new in (
-    ('"gloo"', '"nccl"'),
-    ("torch.ones(sizes[rank])", 'torch.ones(sizes[rank], device=f"cuda:{rank}")'),
-    ("numbers.tolist()", "numbers[:4].tolist()"),
-):
-    assert old in SHAPES
-    SHAPES = SHAPES.replace(old, new)
+CHAPTER = "03-multi-node"
+FAULTS = ROOT / CHAPTER / "faults"
+SHOWN = r"step \d+/|the sum|Error|ssert|atchdog|light recorder|exitcode|Signal|sequence number|rank"
+NOISE = r"frame #|^Search for|warnings\.warn"  # frames of C++, and advice
 
 
-def cut(lines: list[str]) -> list[str]:
-    """Return the lines without NOISE.
-
-    Of consecutive steps the last one remains, of consecutive assertions the first.
-    """
-    kept: list[str] = []
-    for line in lines:
-        if re.search(NOISE, line) or (
-            kept and re.search(ASSERTION, line) and re.search(ASSERTION, kept[-1])
-        ):
-            continue
-        if kept and re.search(STEP, line) and re.search(STEP, kept[-1]):
-            kept.pop()
-        kept.append(line)
-    return kept
-
-
-def show(lab, run) -> None:
-    """Print the important lines of the log, cut to 300 characters, and torchrun's report."""
-    run.wait(300)
-    report = [line[:300] for line in run.report()]
-    shown = dict.fromkeys(line[:300] for line in run.lines(SHOWN))
-    lines = cut([*(line for line in shown if line not in report), *report])
-    lab.show(f"what you see (full output: {run.log})", lines)
-    print(f"torchrun exited with status {run.status} after {run.seconds:.0f} s", flush=True)
-
-
-def show_flight_recorder(lab, folder: Path) -> None:
-    """Print the names and the last entries of the watchdog's files, and what torchfrtrace finds."""
-    lab.show("the files of Flight Recorder", [path.name for path in folder.glob("rank_*")])
-    recorded = fault_lab.skipped_collective.read_flight_recorder(folder)
-    lab.show("Flight Recorder: the last collectives of each rank", recorded)
-    command = [sys.executable, "-m", "torch.distributed.flight_recorder.fr_trace", str(folder)]
-    done = subprocess.run([*command, "--prefix", "rank_"], capture_output=True, text=True)
-    found = re.sub(rf"{ROOT}/|\S*(?=site-packages/)", "", done.stdout + done.stderr)
-    lab.show("torchfrtrace FOLDER --prefix rank_", found.splitlines()[-40:])
+def run(folder: Path, *words: object) -> None:
+    """Run a command and print the important lines of what it says, each one once."""
+    print(f"\n--- {' '.join(map(str, words))}", flush=True)
+    dumps = {"TORCH_FR_BUFFER_SIZE": "100", "TORCH_FR_DUMP_TEMP_FILE": f"{folder}/rank_"}
+    done = subprocess.run(
+        [sys.executable, *map(str, words)],
+        cwd=ROOT,
+        env={**os.environ, **dumps, "PYTHONPATH": str(ROOT), "WANDB_MODE": "disabled"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        errors="replace",
+    )
+    lines = [line[:300] for line in done.stdout.splitlines()]
+    lines = [line for line in lines if re.search(SHOWN, line) and not re.search(NOISE, line)]
+    print("\n".join(dict.fromkeys(lines)), f"\nexit status {done.returncode}", flush=True)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, help="folder for what the runs write")
-    args = parser.parse_args()
-    output = args.output or Path(tempfile.mkdtemp())
-    lab = fault_lab.Lab(TIMEOUT_S, output)
-    dumps = lab.new_folder("dumps")
-    recorder = {"TORCH_FR_BUFFER_SIZE": 100, "TORCH_NCCL_DUMP_ON_TIMEOUT": 1}
-    recorder["TORCH_FR_DUMP_TEMP_FILE"] = dumps / "rank_"
-    recorder["TORCH_NCCL_DEBUG_INFO_TEMP_FILE"] = dumps / "rank_"  # its name in older releases
-    try:
-        lab.train("crash", fault_lab.crash.CRASH, **GPUS)
-        skipped = fault_lab.skipped_collective.SKIPPED
-        lab.train("skipped-collective", skipped, **GPUS, **recorder)
-        script = lab.write_script("shapes", "shapes.py", SHAPES)
-        for sizes in ((4, 3), (2**22, 2**20)):
-            lab.torchrun(lab.new_folder("shapes"), script, TIMEOUT_S, *sizes, **GPUS)
-        for run in lab.runs:
-            show(lab, run)
-        show_flight_recorder(lab, dumps)
-    finally:
-        for run in lab.runs:
-            run.kill()
+    parser.add_argument("--output", type=Path, required=True, help="new folder for the runs")
+    folder = parser.parse_args().output
+    folder.mkdir(parents=True)
+    for name in ("crash", "skipped-collective"):
+        script = patch(CHAPTER, folder / name, diff=FAULTS / f"{name}.diff") / "train_llm.py"
+        flags = (f"@{FAULTS}/short.args", "--dist-timeout", 15, "--save-dir", folder, "-e", name)
+        run(folder, *TORCHRUN, 2, script, *flags)
+    run(folder, "-m", "torch.distributed.flight_recorder.fr_trace", folder, "--prefix", "rank_")
+    for sizes in ((4, 3), (2**22, 2**20)):
+        run(folder, *TORCHRUN, 2, FAULTS / "shapes.py", *sizes)
 
 
 if __name__ == "__main__":

@@ -14,12 +14,14 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
+import fabrics
 import jinja2
 
 REPOSITORY = Path(__file__).parents[2]
 RESULTS = "tests/benchmarks/results"
 GIB = 2**30
 STATES = ("weights", "gradients", "moments")
+PASSES = ("total", "forward", "backward")
 
 
 # --- result files ---
@@ -134,6 +136,16 @@ def diffstat(before: Path, after: Path) -> tuple[int, int]:
     return int(added), int(removed)
 
 
+def diffstat_of(diff: str) -> tuple[int, int]:
+    """Return how many lines a .diff file adds and removes."""
+    lines = (REPOSITORY / diff).read_text().splitlines()
+    added, removed = (
+        sum(line.startswith(sign) and not line.startswith(3 * sign) for line in lines)
+        for sign in "+-"
+    )
+    return added, removed
+
+
 def losses(metrics: list[dict]) -> dict[int, float]:
     return {line["step"]: line["loss"] for line in metrics if "loss" in line}
 
@@ -177,43 +189,58 @@ def beside_predictions(found: dict, predictions: dict) -> Iterable[dict]:
             yield {**row, **expected, "speed": "out of memory"}
 
 
-def searches(read: Callable, names: Iterable[str]) -> list[dict]:
-    """Return the rows of searches for the largest model, with what was expected."""
-    expected = read("predictions")
-    rows = [{**row, **expected[name][row["label"]]} for name in names for row in read(name)["rows"]]
-    return sorted(rows, key=lambda row: (row["strategy"], row["gpus"]))
-
-
-def one_node(read: Callable, precision: str) -> dict[str, float]:
-    """Return the ms of a step of GPT-2 124M and of its backward pass, on one node of four GPUs."""
-    if precision == "TF32":
-        row = read("nodes_gpu")["rows"][-1]
-    else:
-        rows = read("many_gpus_h200_4")["parts"]["nodes"]["rows"]
-        (row,) = (row for row in rows if row["label"] == "chapter 3 in bf16, one node of 4")
-    step, backward = (median(values_of_runs(row, f"time/{key}")) for key in ("total", "backward"))
-    return {"gpus": row.get("devices") or row["gpus"], "step": step, "backward": backward}
+def steps_on_one_node(read: Callable) -> dict[str, fabrics.Step]:
+    """Return measured steps: of GPT-2 124M on four GPUs of one node, and of the 8B model on two."""
+    found = read("many_gpus_h200_4")["parts"]
+    rows = {row["label"]: row for part in ("nodes", "gpt2") for row in found[part]["rows"]}
+    rows |= {
+        row["label"]: row for name in ("ddp_gpu", "fsdp_precision") for row in read(name)["rows"]
+    }
+    gpt2, large = (124475904, 39421440), (8030261248, 1050677248)  # parameters, outside of layers
+    labels = {
+        "TF32, 1 GPU": ("02-ddp on 1", gpt2),
+        "TF32": ("02-ddp on 4", gpt2),
+        "bf16": ("chapter 3 in bf16, one node of 4", gpt2),
+        "bf16, sharded": ("chapter 5 on 4", gpt2),
+        "8B": ("bf16, compiled", large),
+    }
+    return {
+        name: fabrics.Step(
+            *(median(values_of_runs(rows[label], f"time/{key}")) for key in PASSES), *sizes
+        )
+        for name, (label, sizes) in labels.items()
+    }
 
 
 def two_nodes(read: Callable, precision: str, gigabits: float, algorithm: str) -> dict[str, float]:
-    """Return the predicted step of GPT-2 124M on two nodes, whose networks have so many Gbit/s.
+    """Return the predicted step of GPT-2 124M with DDP on two nodes of four GPUs.
 
-    A ring sends 2 (n - 1) / n of the gradients out of each node, a tree all of them once. The
-    backward pass hides the all-reduce while it lasts, but not the one of the input embedding, whose
-    gradients come last.
+    On two nodes, a tree sends what HSDP's all-reduce sends: all gradients, once.
     """
-    one, preset = one_node(read, precision), "common/presets/gpt2/config.json"
-    gradients = read("step_memory")["gradients_bytes"]
-    embedding = 4 * read(preset, "vocab_size") * read(preset, "n_embd") / gradients
-    n = 2 * one["gpus"]
-    ring = 2 * (n - 1) / n
-    sent = {"ring": ring, "tree": 1}[algorithm]
-    all_reduce = sent * gradients / gigabits * 8 / 1e6
-    exposed = max(all_reduce - one["backward"], embedding * all_reduce)
-    step = one["step"] + exposed
-    found = {"sent_mb": sent * gradients / 1e6, "bus": gigabits / 8 * ring / sent}
-    found |= {"all_reduce": all_reduce, "exposed": exposed, "step": step}
-    return found | {"alone": one["step"], "speed": 2 * one["step"] / step}
+    step = steps_on_one_node(read)[precision]
+    strategy = {"ring": "DDP", "tree": "HSDP"}[algorithm]
+    found = fabrics.predict(strategy, step, 2, 4, gigabits)
+    all_reduce = found["sent_mb"] / gigabits * 8
+    bus = 2 * 7 / 8 * 4 * step.parameters / 1e6 / all_reduce
+    found |= {"bus": bus, "all_reduce": all_reduce, "alone": step.total}
+    return found | {"speed": 2 * step.total / found["step"]}
+
+
+def checked_fabrics(read: Callable) -> Iterable[tuple[str, float, float]]:
+    """Return setups, with their measured and their predicted steps in ms."""
+    rows = {row["label"]: row for row in read("ddp_gpu")["rows"]}
+    alone, buckets = steps_on_one_node(read)["TF32, 1 GPU"], read("buckets_gpu")
+    seconds = buckets["ms"]["all-reduce alone"]["median"] / 1000
+    gigabits = 2 * 7 / 8 * buckets["gradient_bytes"] / seconds * 8 / 1e9
+    measured = median(values_of_runs(rows["02-ddp on 8"], "time/total"))
+    predicted = fabrics.predict("DDP", alone, 8, 1, gigabits)["step"]
+    yield f"GPT-2 124M in TF32 on 8 H200, NVLink ({gigabits / 8:.0f} GB/s)", measured, predicted
+    first, *others = read("fabrics_cpu")["rows"]
+    step = fabrics.Step(*(first[f"time/{key}"] for key in PASSES), 937472, 540928)  # gpt2-tiny
+    for row in others:
+        predicted = fabrics.predict("DDP", step, 2, 1, row["megabits"] / 1000)["step"]
+        name = f"gpt2-tiny on two CPU cores, {row['megabits']} Mbit/s"
+        yield name, row["time/total"], predicted
 
 
 def around_saves(row: dict) -> dict[str, list[float]]:
@@ -245,8 +272,9 @@ def read_templates() -> dict[str, Table]:
     )
     environment.filters |= {"f": shown, "runs": values_of_runs, "median": median}
     environment.filters["gib"] = lambda size: size / GIB
-    functions = (script, diffstat, losses, with_minutes, bits_per_byte, largest_difference, min)
-    functions += (state_gib, beside_predictions, measured_peak, searches, two_nodes, around_saves)
+    functions = (script, diffstat, diffstat_of, losses, with_minutes, bits_per_byte, min)
+    functions += (largest_difference, state_gib, beside_predictions, measured_peak)
+    functions += (two_nodes, steps_on_one_node, checked_fabrics, fabrics.predict, around_saves)
     environment.globals |= {function.__name__: function for function in functions}
     text = Path(__file__).with_name("tables.jinja").read_text()
     templates = re.findall(r"^## (.+)\n((?:(?!## ).*\n)*)", text, re.MULTILINE)
