@@ -5,7 +5,7 @@ SCRIPTS := $(wildcard [0-9][0-9]-*/train_llm.py)
 
 PYTEST := $(BIN)/python -m pytest -n auto --dist loadgroup --no-loadscope-reorder
 
-.PHONY: demo train diff lab exercises check test ci nightly record lint format clean
+.PHONY: demo help train diff lab site exercises check test ci nightly record diffs lint format clean
 
 # A new folder each time, so no earlier run is resumed or replaced.
 DEMO := outputs/demo-$(shell date +%Y%m%d-%H%M%S)
@@ -21,12 +21,18 @@ demo: .venv/.train  ## 100 steps of chapter 1, the same of chapter 2 on two proc
 	print("step  one process  two processes"); \
 	[print("{step:4}{loss:13.6f}".format(**a) + "{loss:15.6f}".format(**b)) for a, b in zip(one, two)]'
 
+help:  ## list these targets
+	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+
 train: .venv/.train  ## train chapter 1 on the built-in corpus: make train ARGS="-e my-run"
 	$(BIN)/python 01-single-gpu/train_llm.py $(ARGS)
 
-diff:  ## what a chapter changes: make diff CHAPTER=2
-	@case "$(CHAPTER)" in [2-$(words $(SCRIPTS))]) ;; *) echo "make diff CHAPTER=N: N is from 2 to $(words $(SCRIPTS))" >&2; exit 2 ;; esac
-	@git diff --no-index 0$$(($(CHAPTER) - 1))-*/train_llm.py 0$(CHAPTER)-*/train_llm.py || [ $$? -eq 1 ]
+# `git diff` ends with 1 if the files differ, and with 141 if nobody reads on, as in `make diff | head`.
+diff:  ## what a chapter changes: make diff CHAPTER=2; or any two: make diff FROM=1 TO=4
+	@to="$(or $(TO),$(CHAPTER))"; from="$(or $(FROM),$$((to - 1)))"; \
+	case "$$from-$$to" in [1-$(words $(SCRIPTS))]-[1-$(words $(SCRIPTS))]) ;; \
+	*) echo "make diff CHAPTER=N: N is from 2 to $(words $(SCRIPTS)); or make diff FROM=1 TO=N" >&2; exit 2 ;; esac; \
+	git diff --no-index 0$$from-*/train_llm.py 0$$to-*/train_llm.py; case $$? in 0|1|141) ;; *) exit 1 ;; esac
 
 # Jupyter refuses to start as root, as in most containers, without this option.
 ALLOW_ROOT := $(if $(filter 0,$(shell id -u)),--allow-root)
@@ -34,6 +40,12 @@ ALLOW_ROOT := $(if $(filter 0,$(shell id -u)),--allow-root)
 lab: .venv/.lab  ## open a chapter's notebook: make lab CHAPTER=1
 	@case "$(CHAPTER)" in [1-$(words $(SCRIPTS))]) ;; *) echo "make lab CHAPTER=N: N is from 1 to $(words $(SCRIPTS))" >&2; exit 2 ;; esac
 	$(BIN)/jupyter lab $(ALLOW_ROOT) 0$(CHAPTER)-*/lab.ipynb
+
+site: .venv/.site  ## the guide as a website: make site SERVE=1 shows it until Ctrl-C
+	@rm -rf build/site  # Sphinx would leave old sidebars in pages that have not changed
+	$(BIN)/sphinx-build --fail-on-warning --quiet -c .site . build/site
+	@echo "Open build/site/README.html in a browser"
+	$(if $(SERVE),$(BIN)/python -m http.server --bind 127.0.0.1 --directory build/site 0)
 
 exercises: .venv/.test  ## install what the checks of the exercises need; runs no test
 
@@ -52,19 +64,33 @@ nightly: lint  ## everything: all pairs and planted bugs, notebooks, the default
 record: .venv/.test  ## make the recorded outputs again: make record ONLY='01-single-gpu/recorded/generate*'
 	$(BIN)/python tests/record.py $(ONLY)
 
-lint: .venv/.test
-	$(BIN)/ruff check .
-	$(BIN)/ruff format --check .
-	$(BIN)/codespell
-	$(BIN)/shellcheck -x -P SCRIPTDIR .ci/run [0-9]*/*.sh [0-9]*/*.sbatch common/*.sh
+diffs:  ## renew the .diff files after a change of a script, before you commit it
+	$(PYTHON) tests/renew_diffs.py
 
-format: .venv/.test
-	$(BIN)/ruff check --fix .
-	$(BIN)/ruff format .
+# The files that git knows and that exist, so a file of your own never matters.
+TRACKED := git grep -lzI '' --
+NOT_SPELLED := ':!*/recorded/*' ':!common/presets/tokenizer' ':!*.json*' ':!*.ipynb'
+
+lint: .venv/.test
+	$(TRACKED) '*.py' '*.ipynb' | xargs -0 $(BIN)/ruff check
+	$(TRACKED) '*.py' '*.ipynb' | xargs -0 $(BIN)/ruff format --check
+	$(TRACKED) . $(NOT_SPELLED) | xargs -0 $(BIN)/codespell
+	$(TRACKED) '*.sh' '*.sbatch' .ci/run | xargs -0 $(BIN)/shellcheck -x -P SCRIPTDIR
+
+format: .venv/.test  ## format the code; lines that are still too long are listed
+	$(TRACKED) '*.py' '*.ipynb' | xargs -0 $(BIN)/ruff check --fix --exit-zero
+	$(TRACKED) '*.py' '*.ipynb' | xargs -0 $(BIN)/ruff format
+
+# Without an NVIDIA GPU, this index saves gigabytes of CUDA libraries; `make INDEX= train` leaves it
+# out. It is asked once, because pip would retry for minutes if a firewall blocks it.
+INDEX ?= https://download.pytorch.org/whl/cpu
+ASK := import sys, urllib.request; urllib.request.urlopen(sys.argv[1], timeout=2)
 
 .venv/bin/python:
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { echo "Python 3.11 or newer is needed: make PYTHON=python3.12 train" >&2; exit 2; }
 	$(PYTHON) -m venv .venv
+	@[ -z "$(INDEX)" ] || command -v nvidia-smi > /dev/null || ! $(PYTHON) -c '$(ASK)' $(INDEX)/ 2> /dev/null || \
+	printf '[global]\nextra-index-url = %s\n' $(INDEX) > .venv/pip.conf
 
 .venv/.train: .venv/bin/python requirements.txt pyproject.toml
 	$(BIN)/python -m pip install --constraint requirements.txt --editable .
@@ -74,11 +100,15 @@ format: .venv/.test
 	$(BIN)/python -m pip install --constraint requirements.txt --editable '.[lab]'
 	@touch $@ .venv/.train
 
+.venv/.site: .venv/bin/python requirements.txt pyproject.toml
+	$(BIN)/python -m pip install --constraint requirements.txt --editable '.[site]'
+	@touch $@ .venv/.train
+
 .venv/.test: .venv/bin/python requirements.txt pyproject.toml
 	$(BIN)/python -m pip install --constraint requirements.txt --editable '.[test]'
 	@# Apart: where transformers finds it, every start imports it.
 	$(BIN)/python -m pip install --constraint requirements.txt --no-deps --upgrade --target .venv/torchao torchao
-	@touch $@ .venv/.train
+	@touch $@ .venv/.train .venv/.site
 
 clean:
 	rm -rf .venv

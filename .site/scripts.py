@@ -1,0 +1,365 @@
+"""The page of a script shows all of its lines, and what its chapter changes in it.
+
+The source of such a page is a chapter's train_llm.py, compared with the chapter before, or a .diff
+file, whose page shows the patched script. The lines are those of `git diff`. Each block of a diff
+on another page has links to its lines, and the lines have links back.
+"""
+
+import html
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from functools import cache
+from itertools import groupby, zip_longest
+from pathlib import Path
+from typing import NamedTuple
+
+from docutils import nodes
+from files import highlighted, sidebars
+from sphinx.environment import BuildEnvironment
+from sphinx.errors import ExtensionError
+from sphinx.parsers import Parser
+from sphinx.transforms import SphinxTransform
+
+ROOT = Path(__file__).parents[1]
+PATTERNS = ["[0-9][0-9]-*/train_llm.py", "[0-9][0-9]-*/**.diff"]
+EXCLUDED = ["[0-9][0-9]-*/solutions/*.diff"]  # they would give away the answers
+SCRIPTS = sorted(ROOT.glob("[0-9][0-9]-*/train_llm.py"))
+
+
+class Line(NamedTuple):
+    """One line of a complete diff."""
+
+    sign: str  # "+" is new, "-" is removed, and " " is unchanged
+    old: int  # its number in the older script, or that of the next line there
+    new: int  # its number in the newer script, or that of the next line there
+    text: str
+
+    @property
+    def anchor(self) -> str:
+        return f"R{self.old}" if self.sign == "-" else f"L{self.new}"
+
+
+# --- the lines ---
+
+
+@cache
+def before_and_after(source: Path) -> tuple[str, str]:
+    """Return the older and the newer text of what a page's source shows; chapter 1 has no older."""
+    if source in SCRIPTS:
+        before = SCRIPTS[max(0, SCRIPTS.index(source) - 1)]
+        return before.read_text(), source.read_text()
+    before = patched_script(source)
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder, before.relative_to(ROOT))
+        script.parent.mkdir(parents=True)
+        shutil.copy(before, script)
+        subprocess.run(["git", "apply", source], cwd=folder, check=True)
+        return before.read_text(), script.read_text()
+
+
+def patched_script(diff: Path) -> Path:
+    found = re.findall(r"^--- (?:a/)?(\S+)", diff.read_text(), re.MULTILINE)
+    if len(found) != 1:
+        raise ExtensionError(f"{diff}: a diff with a page changes one file, not {found}")
+    return ROOT / found[0]
+
+
+@cache
+def all_lines(source: Path) -> list[Line]:
+    """Return the complete diff, from the first to the last line of the scripts."""
+    before, after = before_and_after(source)
+    with tempfile.TemporaryDirectory() as folder:
+        Path(folder, "a.py").write_text(before)
+        Path(folder, "b.py").write_text(after)
+        command = ["git", "diff", "--no-index", "--no-color", "--no-ext-diff", "-U1000000"]
+        done = subprocess.run(
+            [*command, "a.py", "b.py"], cwd=folder, capture_output=True, text=True
+        )
+    if before == after:
+        signed = [f" {line}" for line in after.splitlines()]
+    else:
+        signed = done.stdout.split("@@\n", 1)[1].splitlines()
+    found, old, new = [], 1, 1
+    for line in signed:
+        found.append(Line(line[0], old, new, line[1:]))
+        old += line[0] != "+"
+        new += line[0] != "-"
+    return found
+
+
+# --- the pieces that other pages show ---
+
+
+def explained(page: Path) -> list[Path]:
+    """Return the sources of which a page may show pieces, the likeliest first."""
+    chapter = ROOT / page.relative_to(ROOT).parts[0]
+    if page == ROOT / "README.md":
+        return [SCRIPTS[1]]
+    if chapter / "train_llm.py" not in SCRIPTS:
+        return []
+    diffs = [path for path in sorted(chapter.rglob("*.diff")) if path.parent.name != "solutions"]
+    script = [chapter / "train_llm.py"]
+    return [*script, *diffs] if page.parent == chapter and page.stem == "README" else diffs
+
+
+def blocks(page: Path) -> Iterator[tuple[str, str, list[str]]]:
+    """Yield (heading, language, lines) of each fenced block of a page."""
+    heading, language, lines = "", None, []
+    for line in page.read_text().splitlines():
+        if line.startswith("```"):
+            if language is not None:
+                yield heading, language, lines
+            language, lines = (line[3:].split(" ")[0] if language is None else None), []
+        elif language is not None:
+            lines.append(line)
+        elif title := re.match(r"#+ (.+)", line):
+            heading = title[1]
+
+
+def find(block: list[str], language: str, source: Path) -> list[list[Line]]:
+    """Return the changed lines of each piece of a block; lines of @@ separate the pieces.
+
+    Returns nothing unless all pieces are pieces of this source.
+    """
+    whole = all_lines(source)
+    changes = any(line.sign != " " for line in whole)
+    if language != ("diff" if changes else "python"):  # chapter 1 has no diff
+        return []
+    signed = [f"{line.sign}{line.text}" if changes else line.text for line in whole]
+    found = []
+    for separator, group in groupby(block, lambda line: line.startswith("@@")):
+        if separator:
+            continue
+        piece = [line or " " * changes for line in group]
+        starts = (i for i in range(len(signed)) if signed[i : i + len(piece)] == piece)
+        start = next(starts, None)
+        if start is None:
+            return []
+        lines = whole[start : start + len(piece)]
+        found.append([line for line in lines if line.sign != " "] or lines)
+    return found
+
+
+def anchor_of(source: Path, piece: list[Line]) -> str:
+    """Return the name of the place that shows a piece on another page."""
+    return f"{source.stem}-{piece[0].anchor}"
+
+
+def numbers(piece: list[Line]) -> str:
+    """Return in words which lines of the newer script a piece shows."""
+    new = [line.new for line in piece if line.sign != "-"]
+    if not new:
+        return f"removed before line {piece[0].new}"
+    return f"line {new[0]}" if len(new) == 1 else f"lines {new[0]} to {new[-1]}"
+
+
+class LinkBlocks(SphinxTransform):
+    """Below each block of a diff, add links to its lines in the complete script."""
+
+    default_priority = 800  # before Sphinx collects what it finds in the page
+
+    def apply(self) -> None:
+        page = Path(self.env.doc2path(self.env.docname))
+        if page.suffix != ".md":
+            return
+        for block in list(self.document.findall(nodes.literal_block)):
+            self.link(block, page)
+
+    def link(self, block: nodes.literal_block, page: Path) -> None:
+        lines, language = block.astext().splitlines(), block.get("language")
+        shown = {source: find(lines, language, source) for source in explained(page)}
+        shown = {source: pieces for source, pieces in shown.items() if pieces}
+        if not shown:
+            return
+        source, pieces = next(iter(shown.items()))  # links to one script are enough
+        docname = self.env.path2doc(str(source))
+        uri = self.app.builder.get_relative_uri(self.env.docname, docname)
+        links = nodes.paragraph(classes=["shown-lines"])
+        links += nodes.Text(f"{'In the complete script' if source in SCRIPTS else source.name}: ")
+        for number, piece in enumerate(pieces):
+            links += nodes.Text(", " if number else "")
+            target = f"{uri}#{piece[0].anchor}"
+            links += nodes.reference("", numbers(piece), internal=True, refuri=target)
+        ids = [anchor_of(source, piece) for source in shown for piece in shown[source]]
+        container = nodes.container("", ids=ids, classes=["shown"])
+        block.replace_self(container)
+        container += [block, links]
+
+
+# --- the pages ---
+
+
+class ScriptParser(Parser):
+    """Make the page of a script or of a diff."""
+
+    supported = ("script",)
+
+    def parse(self, inputstring: str, document: nodes.document) -> None:
+        self.setup_parse(inputstring, document)
+        env = document.settings.env
+        source = Path(env.doc2path(env.docname))
+        section = nodes.section("", nodes.title("", title(source)), ids=["script"])
+        section += nodes.raw("", page_of(source, links_back(source, env)), format="html")
+        document += section
+        self.finish_parse()
+
+
+def links_back(source: Path, env: BuildEnvironment) -> dict[str, str]:
+    """Map the first changed line of each piece that a page shows to a link to the page."""
+    links = {}
+    for page in pages_about(source):
+        uri = env.app.builder.get_relative_uri(env.docname, env.path2doc(str(page)))
+        for heading, language, block in blocks(page):
+            for piece in find(block, language, source):
+                link = f'<a href="{uri}#{anchor_of(source, piece)}">{html.escape(heading)}</a>'
+                links.setdefault(piece[0].anchor, link)
+    return links
+
+
+def page_of(source: Path, links: dict[str, str]) -> str:
+    rows = []
+    for line, code in zip(all_lines(source), highlighted_lines(source), strict=True):
+        if line.anchor in links:
+            rows.append(f'<span class="row explained">Explained in {links[line.anchor]}\n</span>')
+        rows.append(row(line, code))
+    return (
+        f"{introduction(source)}{sections(all_lines(source))}"
+        f'<div class="highlight script"><pre>{"".join(rows)}</pre></div>'
+    )
+
+
+CONTEXT = 3  # unchanged lines that the comparison shows around a change
+KINDS = {"+": "new", "-": "old", " ": "same"}
+
+
+def row(line: Line, code: str) -> str:
+    number = line.new
+    if line.sign == "-":
+        indent = re.match(" *", code)[0]
+        number, code = "", f"{indent}<del>{code[len(indent) :]}</del>"
+    return (
+        f'<span class="row {KINDS[line.sign]}" id="{line.anchor}">'
+        f'<a class="number" href="#{line.anchor}">{number}</a>{code}\n</span>'
+    )
+
+
+def highlighted_lines(source: Path) -> list[str]:
+    """Return the code of all_lines as HTML."""
+    before, after = (highlighted(text, "script.py") for text in before_and_after(source))
+    return [
+        before[line.old - 1] if line.sign == "-" else after[line.new - 1]
+        for line in all_lines(source)
+    ]
+
+
+def pages_about(source: Path) -> list[Path]:
+    """Return the pages of a source's folder that show pieces of it; the lesson comes first."""
+    chapter = ROOT / source.relative_to(ROOT).parts[0]
+    pages = [chapter / "README.md"] if source in SCRIPTS else sorted(chapter.rglob("*.md"))
+    return [page for page in pages if page.parent.name != "solutions"]
+
+
+def number_of(script: Path) -> int:
+    return int(script.parent.name[:2])
+
+
+def title(source: Path) -> str:
+    if source in SCRIPTS:
+        return f"Chapter {number_of(source)}: train_llm.py"
+    return f"{source.stem}: chapter {number_of(patched_script(source))} with this diff"
+
+
+def introduction(source: Path) -> str:
+    lines = all_lines(source)
+    added, removed = (sum(line.sign == sign for line in lines) for sign in "+-")
+    if not added + removed:
+        return f"<p>The complete script has {len(lines)} lines.</p>"
+    if source in SCRIPTS:
+        base = number_of(source) - 1
+        command = f"make diff CHAPTER={number_of(source)}"
+    else:
+        base = number_of(patched_script(source))
+        command = f"git apply {source.relative_to(ROOT)}"
+    return (
+        f'<p><span class="new">{added} lines</span> are new or changed since chapter {base}, and '
+        f'<span class="old"><del>{removed} lines</del></span> of chapter {base} are gone. '
+        f'<a href="{source.stem}-side-by-side.html">Compare both scripts side by side</a>, or run '
+        f"<code>{command}</code>.</p>"
+    )
+
+
+def sections(lines: list[Line]) -> str:
+    """Return links to the script's sections, and to the first of the lines that are new there."""
+    found = []  # (name, anchor, new lines) of each section
+    for line in lines:
+        name = re.match(r"def (\w+)| *# --- (\w+) ---", line.text) if line.sign != "-" else None
+        if name or not found:
+            found.append(((name and (name[1] or name[2])) or "imports", line.anchor, []))
+        found[-1][2].extend([line] if line.sign == "+" else [])
+    links = (
+        f'<span><a href="#{anchor}">{name}</a>'
+        + (f' <a href="#{new[0].anchor}">+{len(new)}</a>' if new else "")
+        + "</span>"
+        for name, anchor, new in found
+    )
+    return f'<p class="sections">{" ".join(links)}</p>'
+
+
+def side_by_side(app) -> Iterator[tuple[str, dict, str]]:
+    """Make a page that shows both scripts in two columns; phones show one column."""
+    sidebar = sidebars(app)
+    for docname in sorted(app.env.found_docs):
+        source = Path(app.env.doc2path(docname))
+        if source.suffix not in (".py", ".diff") or source == SCRIPTS[0]:
+            continue
+        script = f"{source.stem}.html"
+        body = (
+            f"<h1>{html.escape(title(source))}, side by side</h1>"
+            f'<p><a href="{script}">The complete script</a></p>'
+            f'<div class="highlight sides">{"".join(sides(source))}</div>'
+        )
+        name = f"{docname}-side-by-side"
+        context = {"title": f"{title(source)}, side by side", "body": body, **sidebar(name)}
+        yield name, context, "page.html"
+
+
+def sides(source: Path) -> Iterator[str]:
+    """Yield pairs of lines: the older one on the left, the newer one on the right."""
+    both = zip(all_lines(source), highlighted_lines(source), strict=True)
+    for same, group in groupby(both, lambda each: each[0].sign == " "):
+        lines = list(group)
+        if same:
+            pairs = [pair(line, line) for line in lines]
+            folded = pairs[CONTEXT:-CONTEXT]
+            yield from pairs[:CONTEXT]
+            if folded:
+                said = f"{len(folded)} unchanged lines"
+                yield f"<details><summary>{said}</summary>{''.join(folded)}</details>"
+            yield from pairs[max(CONTEXT, len(pairs) - CONTEXT) :]
+        else:
+            removed, added = ([each for each in lines if each[0].sign == sign] for sign in "-+")
+            yield from (pair(*each) for each in zip_longest(removed, added))
+
+
+def pair(left: tuple[Line, str] | None, right: tuple[Line, str] | None) -> str:
+    return f'<div class="pair">{side(left, "older")}{side(right, "newer")}</div>'
+
+
+def side(line_and_code: tuple[Line, str] | None, age: str) -> str:
+    if line_and_code is None:
+        return f'<span class="number {age}"></span><pre class="{age}"></pre>'
+    line, code = line_and_code
+    number = line.old if age == "older" else line.new
+    return (
+        f'<span class="number {age} {KINDS[line.sign]}">{number}</span>'
+        f'<pre class="{age} {KINDS[line.sign]}">{code}</pre>'
+    )
+
+
+def setup(app) -> None:
+    app.add_source_parser(ScriptParser)
+    app.add_transform(LinkBlocks)
+    app.connect("html-collect-pages", side_by_side)
