@@ -1,5 +1,6 @@
 """The figures of the pages: their numbers are up to date, and each can be read on a phone."""
 
+import json
 import re
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
@@ -72,12 +73,10 @@ def test_the_front_figure_has_the_lines_and_speeds_of_the_chapters():
         return charts.rows_of(name)[label]["tokens_per_s"]
 
     one, eight = speed("ddp_gpu", "01-single-gpu on 1"), speed("ddp_gpu", "02-ddp on 8")
-    two, three = speed("nodes_gpu", "02-ddp on 4"), speed("nodes_gpu", "03-multi-node on 4")
     sharded, mixed = speed("fsdp_options", "selective"), speed("fsdp_precision_4", "bf16, compiled")
     assert [each for each in texts(FRONT) if "tokens/s" in each] == [
         f"{one:,.0f} tokens/s (GPT-2)",
         f"\N{MULTIPLICATION SIGN} {eight / one:.1f} tokens/s on 8 GPUs (GPT-2)",
-        f"{three / two:.1%} of chapter 2's tokens/s",
         f"{sharded:,.0f} tokens/s (8B, 4 GPUs)",
         f"{mixed:,.0f} tokens/s, \N{MULTIPLICATION SIGN} {mixed / sharded:.1f} (8B)",
     ]
@@ -142,3 +141,33 @@ def test_figures_are_readable():
         assert rotten != content
         (found,) = complaints(rotten)
         assert found.startswith(complaint), "planted"
+
+
+# --- sentences that quote results ---
+
+
+@pytest.mark.check
+def test_sentences_about_the_model_quote_its_metrics():
+    """Its tables and its figure are compared by test_pages.py and test_figures.py."""
+    lines = (ROOT / "tests/benchmarks/results/model_metrics.jsonl").read_text().splitlines()
+    metrics = [json.loads(line) for line in lines]
+    evaluated = [line for line in metrics if "eval_loss" in line]
+    first, last = evaluated[0], evaluated[-1]
+    result = json.loads((ROOT / "tests/benchmarks/results/model.json").read_text())["results"]
+    other, stop = result["uninterrupted"]["bits_per_byte"], 1000
+    apart = {
+        line["step"]: abs(line["bits_per_byte"] - other[str(line["step"])]) for line in evaluated
+    }
+    before = max(apart[step] for step in apart if step <= stop)
+    after = max(apart[step] for step in apart if step > stop)
+    page = (ROOT / "05-mixed-precision/topics/a_model.md").read_text().replace("\n", " ")
+    for sentence in (
+        f"# A model in {result['ends_s'] / 60:.0f} minutes ",
+        f"fall from {first['bits_per_byte']:.3f} after ",
+        f" to {last['bits_per_byte']:.3f} after ",
+        f"ends at {last['eval_loss']:.2f}, far above the training loss of {last['loss']:.2f}.",
+        f"saved step {result['stopped_and_resumed']['stopped_after_step']:,} and exited.",
+        f"differ by up to {before:.3f} before the signal and by up to {after:.3f} after the",
+    ):
+        assert sentence in page, sentence
+    assert last["step"] == metrics[-1]["step"]

@@ -2,6 +2,7 @@
 
 import contextlib
 import importlib
+import re
 from pathlib import Path
 
 import pytest
@@ -21,7 +22,8 @@ def test_registered_bugs_fit_and_compile(tmp_path):
     for number, (path, replacements) in enumerate(REGISTERED):
         script = path
         if path.suffix == ".diff":  # the bug is planted in the patched script
-            script = patch(path.parents[1].name, tmp_path / str(number), diff=path) / "train_llm.py"
+            (chapter,) = re.findall(r"^--- a/(\S+)/train_llm.py", path.read_text(), re.MULTILINE)
+            script = patch(chapter, tmp_path / str(number), diff=path) / "train_llm.py"
         text = script.read_text()
         for right, wrong in replacements:
             assert text.count(right) == 1, f"{path} has it {text.count(right)} times: {right}"

@@ -1,0 +1,74 @@
+"""Renew the .diff files of diffs/ and solutions/ after a script has changed: make diffs
+
+A .diff file fits the script of the last commit. Your change of the script is merged into the
+script with the diff, and the difference to your script becomes the new diff. The text of a diff on
+the page of solutions is replaced, too. A diff whose lines you have changed yourself is named and
+left as it is: edit it by hand.
+"""
+
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+
+
+def git(*words: str | Path, folder: Path = ROOT, **options: object) -> subprocess.CompletedProcess:
+    command = ["git", *map(str, words)]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True, **options)
+
+
+def renewed(text: str) -> str | None:
+    """Return a diff that fits the script as it is now, or None where git finds a conflict."""
+    (script,) = re.findall(r"^--- a/(.+)$", text, re.MULTILINE)
+    now = (ROOT / script).read_text()
+    committed = git("show", f"HEAD:./{script}").stdout
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        a, b, base = folder / "a" / script, folder / "b" / script, folder / script
+        for file in (a, b, base):
+            file.parent.mkdir(parents=True, exist_ok=True)
+        a.write_text(now)
+        base.write_text(committed)
+        b.write_text(committed)
+        if git("apply", "-p1", "-", folder=folder / "b", input=text).returncode:
+            return None
+        merged = git("merge-file", "-p", "--quiet", b, base, a)
+        if merged.returncode:
+            return None
+        b.write_text(merged.stdout)
+        words = ["diff", "--no-index", "--no-prefix", "--no-color", "--no-ext-diff", "a", "b"]
+        lines = git(*words, folder=folder).stdout.splitlines(keepends=True)
+    return "".join(lines[2:])
+
+
+def without_numbers(text: str) -> str:
+    return re.sub(r"^@@ .*", "@@", text, flags=re.MULTILINE)
+
+
+def main() -> None:
+    left = []
+    for file in sorted([*ROOT.glob("*/diffs/*.diff"), *ROOT.glob("*/solutions/*.diff")]):
+        old, name = file.read_text(), file.relative_to(ROOT)
+        new = renewed(old)
+        if new is None:
+            left.append(str(name))
+            continue
+        numbers = re.findall(r"^@@ (.*?) @@", old, re.MULTILINE)
+        if numbers == re.findall(r"^@@ (.*?) @@", new, re.MULTILINE) and (
+            without_numbers(old) == without_numbers(new)
+        ):
+            continue
+        file.write_text(new)
+        page = file.with_name("README.md")
+        if page.exists():
+            page.write_text(page.read_text().replace(old, new))
+        print(f"renewed: {name}")
+    if left:
+        sys.exit(f"edit by hand, and run `make check`: {', '.join(left)}")
+
+
+if __name__ == "__main__":
+    main()
