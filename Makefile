@@ -29,7 +29,7 @@ train: .venv/.train  ## train chapter 1 on the built-in corpus: make train ARGS=
 
 # `git diff` ends with 1 if the files differ, and with 141 if nobody reads on, as in `make diff | head`.
 diff:  ## what a chapter changes: make diff CHAPTER=2; or any two: make diff FROM=1 TO=4
-	@to="$(or $(TO),$(CHAPTER))"; from="$(or $(FROM),$$((to - 1)))"; \
+	@to="$(or $(TO),$(CHAPTER))"; from="$(or $(FROM),$$(expr "$$to" - 1 2>/dev/null))"; \
 	case "$$from-$$to" in [1-$(words $(SCRIPTS))]-[1-$(words $(SCRIPTS))]) ;; \
 	*) echo "make diff CHAPTER=N: N is from 2 to $(words $(SCRIPTS)); or make diff FROM=1 TO=N" >&2; exit 2 ;; esac; \
 	git diff --no-index 0$$from-*/train_llm.py 0$$to-*/train_llm.py; case $$? in 0|1|141) ;; *) exit 1 ;; esac

@@ -18,6 +18,8 @@ html_title = "One diff at a time"
 root_doc = "README"
 include_patterns = [
     "README.md",
+    "CONTRIBUTING.md",
+    "CHANGELOG.md",
     "common/README.md",
     "tests/README.md",
     "[0-9][0-9]-*/**.md",
@@ -58,7 +60,8 @@ def add_toctree(app, docname: str, source: list[str]) -> None:
 
     if docname == root_doc:
         below = entries(r"\d\d-[^/]+/README")
-        below += ["The module common </common/README>", "Tests </tests/README>"]
+        below += ["The module common </common/README>", "Contributing </CONTRIBUTING>"]
+        below += ["Tests </tests/README>", "Changes </CHANGELOG>"]
     elif lesson := re.fullmatch(r"(\d\d-[^/]+)/README", docname):
         chapter = lesson[1]
         below = [f"Script </{chapter}/train_llm>", f"Lab </{chapter}/lab>"]

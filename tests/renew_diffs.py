@@ -15,7 +15,7 @@ from pathlib import Path
 ROOT = Path(__file__).parents[1]
 
 
-def git(*words: str | Path, folder: Path = ROOT, **options: object) -> subprocess.CompletedProcess:
+def git(folder: Path, *words: str | Path, **options: object) -> subprocess.CompletedProcess:
     command = ["git", *map(str, words)]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True, **options)
 
@@ -24,7 +24,7 @@ def renewed(text: str) -> str | None:
     """Return a diff that fits the script as it is now, or None where git finds a conflict."""
     (script,) = re.findall(r"^--- a/(.+)$", text, re.MULTILINE)
     now = (ROOT / script).read_text()
-    committed = git("show", f"HEAD:./{script}").stdout
+    committed = git(ROOT, "show", f"HEAD:./{script}").stdout
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         a, b, base = folder / "a" / script, folder / "b" / script, folder / script
@@ -33,14 +33,14 @@ def renewed(text: str) -> str | None:
         a.write_text(now)
         base.write_text(committed)
         b.write_text(committed)
-        if git("apply", "-p1", "-", folder=folder / "b", input=text).returncode:
+        if git(folder / "b", "apply", "-", input=text).returncode:
             return None
-        merged = git("merge-file", "-p", "--quiet", b, base, a)
+        merged = git(ROOT, "merge-file", "-p", "--quiet", b, base, a)
         if merged.returncode:
             return None
         b.write_text(merged.stdout)
         words = ["diff", "--no-index", "--no-prefix", "--no-color", "--no-ext-diff", "a", "b"]
-        lines = git(*words, folder=folder).stdout.splitlines(keepends=True)
+        lines = git(folder, *words).stdout.splitlines(keepends=True)
     return "".join(lines[2:])
 
 

@@ -38,6 +38,7 @@ from runner import load_script
 
 RECORDED = {name_of(path): path.read_text() for path in sorted(ROOT.glob("*/recorded/*.txt"))}
 PAGES = [*report.pages(), ROOT / "common/README.md", ROOT / "tests/README.md"]
+PAGES += [ROOT / name for name in ("CONTRIBUTING.md", "CHANGELOG.md")]
 FRONT = ROOT / "README.md"
 CHAPTER_PAGES = [ROOT / chapter / "README.md" for chapter in CHAPTERS]
 HEADINGS = [
@@ -517,24 +518,6 @@ def test_the_front_page_spells_out_what_make_installs():
     shown = [line for _, line in commands(FRONT.read_text())]
     spelled_out = {tidy(line) for line in shown if re.search(r"\bpip\b|-m venv", line)}
     assert spelled_out and spelled_out <= made
-
-
-@pytest.mark.check
-def test_the_first_commands_can_be_pasted_as_they_are(tmp_path):
-    """Without nvidia-smi, pip looks for PyTorch's package for CPUs; `make demo` follows."""
-    first = blocks(FRONT.read_text(), "bash")[0][1]
-
-    def asked_of(*programs: str) -> str:
-        folder = tmp_path / "-".join(programs)
-        folder.mkdir()
-        for program in programs:
-            (folder / program).write_text('#!/bin/sh\necho "$*, $PIP_EXTRA_INDEX_URL"\n')
-            (folder / program).chmod(0o755)
-        bash, env = shutil.which("bash"), {"PATH": str(folder)}
-        return subprocess.check_output([bash, "-ec", first], env=env, text=True)
-
-    assert asked_of("make", "nvidia-smi") == "demo, \n"
-    assert asked_of("make") == "demo, https://download.pytorch.org/whl/cpu\n"
 
 
 @pytest.mark.ci

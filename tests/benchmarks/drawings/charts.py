@@ -5,6 +5,7 @@ from itertools import pairwise
 import report
 
 from drawings.svg import (
+    HEADING,
     LARGE,
     LEFT,
     NORMAL,
@@ -22,6 +23,8 @@ from drawings.svg import (
 )
 
 GIB = 2**30
+ALONE_GIB = 194  # what memory.py predicts for the 8B model on one GPU; it does not fit
+H200_GIB = 140
 AXIS = 72  # width of the labels of the axis of `stacked`
 
 
@@ -36,6 +39,46 @@ def medians(row: dict) -> dict[str, float]:
     runs = report.measured_runs(row)
     numbers = [key for key, value in runs[0].items() if isinstance(value, int | float)]
     return {key: report.median(run[key] for run in runs if key in run) for key in numbers}
+
+
+def gains() -> str:
+    """Return what the chapters bring: speed on eight GPUs, and a model that fits on four."""
+    speeds = rows_of("ddp_gpu")
+    one, eight = (speeds[label]["tokens_per_s"] for label in ("01-single-gpu on 1", "02-ddp on 8"))
+    sharded = rows_of("fsdp_precision_4")["bf16, compiled"]["peak_mem_gib"]
+    panels = {
+        f"GPT-2 trains {eight / one:.1f} times as fast": (
+            ("chapter 1, 1 GPU", one, f"{one:,.0f} tokens/s", "green"),
+            ("chapter 2, 8 GPUs", eight, f"{eight:,.0f} tokens/s", "green"),
+        ),
+        "An 8B model fits into the memory of a GPU": (
+            ("chapter 1, 1 GPU", ALONE_GIB, f"{ALONE_GIB} GiB: does not fit", "red"),
+            ("chapter 5, 4 GPUs", sharded, f"{sharded:.0f} GiB", "orange"),
+        ),
+    }
+    left, longest, y = LEFT + 170, 290, 32.0
+    out = []
+    for title, bars in panels.items():
+        out.append(text(LEFT, y, title, HEADING, "bold"))
+        scale = longest / max(value for _, value, _, _ in bars)
+        top, y = y + 14, y + 22
+        for name, value, says, fill in bars:
+            out.append(text(LEFT, y + 21, name))
+            out.append(rect(left, y, value * scale, 30, f"{fill} edge"))
+            out.append(text(left + value * scale + 10, y + 21, says, NORMAL, "bold"))
+            y += 40
+        if title.startswith("An 8B"):
+            x = left + H200_GIB * scale
+            out.append(line(x, top, x, y, "line dashed"))
+            out.append(text(x, y + 18, f"H200: {H200_GIB} GiB", SMALL, "middle"))
+        y += 44
+    says = [
+        "NVIDIA H200. GPT-2 124M in TF32; Llama 3.1 8B with 8,192 tokens per GPU, in",
+        "bfloat16 on 4 GPUs. The memory on one GPU is predicted, the rest is measured.",
+    ]
+    out += lines_of_text(LEFT, y, says, SMALL, "soft")
+    title = f"8 GPUs are {eight / one:.1f} times as fast as one; an 8B model fits on 4 GPUs"
+    return document(title, y + 38, out)
 
 
 def scaling() -> str:
@@ -63,6 +106,45 @@ def scaling() -> str:
     says = ["GPT-2 124M, 64 x 1,024 tokens per GPU, TF32, compiled, NVIDIA H200"]
     out += lines_of_text(LEFT, y + 40, says, SMALL, "soft")
     return document("Tokens per second with DDP on 1, 2, 4 and 8 GPUs", y + 58, out)
+
+
+def trace() -> str:
+    """Return the phases and all-reduces of a step on two ranks, of which rank 1 is late."""
+    ranks = report.read("trace_cpu")["ranks"]
+    fills = {"forward": "blue", "backward": "green", "update": "orange", "gloo:all_reduce": "red"}
+    end = max(span["end"] for spans in ranks for span in spans)
+    left = LEFT + 92
+    scale = (RIGHT - left) / end
+    out = heading("Rank 0 waits, because rank 1 is late")
+    names = ("forward", "backward", "update", "all-reduce")
+    out += legend(LEFT, 68, dict(zip(names, fills.values(), strict=True)))
+    y = 100.0
+    for number, spans in enumerate(ranks):
+        out.append(text(LEFT, y + 16, f"rank {number}", LARGE, "bold"))
+        out += lines_of_text(left - 8, y + 46, ["script", "gloo"], SMALL, "soft end")
+        sums = [span for span in spans if span["name"] == "gloo:all_reduce"]
+        for span in spans:
+            if span["name"] in fills:
+                x, width = left + span["start"] * scale, (span["end"] - span["start"]) * scale
+                row = y + 52 if span in sums else y + 26
+                row += 12 * sums.index(span) if span in sums else 0
+                height = 10 if span in sums else 22
+                out.append(rect(x, row, width, height, f"{fills[span['name']]} edge"))
+        mark = left + sums[0]["start"] * scale
+        out.append(text(mark - 8, y + 70, "AB"[number], LARGE, "bold end"))
+        y += 98
+    passes = [span for span in ranks[1] if span["name"] == "forward"]
+    out.append(text(left + passes[1]["start"] * scale - 8, y - 54, "C", LARGE, "bold end"))
+    starts = [next(span["start"] for span in spans if "gloo" in span["name"]) for spans in ranks]
+    says = [
+        f"A: the first bucket is ready after {starts[0]:.0f} ms, and its all-reduce waits.",
+        f"B: rank 1 has this bucket ready after {starts[1]:.0f} ms. It does not wait.",
+        "C: the cause: rank 1 begins its second micro-batch late.",
+    ]
+    out += lines_of_text(LEFT, y + 14, says, NORMAL)
+    says = [f"{end:.0f} ms of gpt2-tiny with two micro-batches, on two CPU cores with other work."]
+    out += lines_of_text(LEFT, y + 88, says, SMALL, "soft")
+    return document("One training step of two ranks, as in a trace", y + 106, out)
 
 
 def nodes_cost() -> str:
