@@ -171,10 +171,8 @@ def load_pretrained(
     which has no weights, and if the weights cannot be loaded.
     """
     if name in PRESET_NAMES:
-        raise RunError(
-            f"The preset {name} has no weights: leave out --pretrained, or give -m a folder or a "
-            "hub id, such as openai-community/gpt2."
-        )
+        remedy = "leave out --pretrained, or give a hub id such as -m openai-community/gpt2"
+        raise RunError(f"The preset {name} has no weights: {remedy}.")
     if (Path(name) / "adapter_config.json").exists():
         raise RunError(f"{name} holds an adapter of PEFT: merge it into its model first.")
     # Without these, transformers draws missing tensors, and names wrong shapes in its log only.
