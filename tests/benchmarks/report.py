@@ -20,7 +20,6 @@ import jinja2
 REPOSITORY = Path(__file__).parents[2]
 RESULTS = "tests/benchmarks/results"
 GIB = 2**30
-STATES = ("weights", "gradients", "moments")
 PASSES = ("total", "forward", "backward")
 
 
@@ -169,11 +168,9 @@ def largest_difference(one: Iterable[float], two: Iterable[float]) -> float:
     return max(abs(b / a - 1) for a, b in zip(one, two, strict=True))
 
 
-def state_gib(found: dict, rank: Callable = max) -> str:
-    """Return the cells of the rank with the most state; rank=min: of the one with the least."""
-    held = rank(found["bytes_by_rank"], key=lambda each: sum(each.values()))
-    sizes = [held[state] for state in STATES]
-    return " | ".join(f"{size / GIB:.2f}" for size in (*sizes, sum(sizes)))
+def state_gib(found: dict) -> float:
+    """Return the GiB of the rank that stores the most."""
+    return max(sum(each.values()) for each in found["bytes_by_rank"]) / GIB
 
 
 def beside_predictions(found: dict, predictions: dict) -> Iterable[dict]:
@@ -243,38 +240,15 @@ def checked_fabrics(read: Callable) -> Iterable[tuple[str, float, float]]:
         yield name, row["time/total"], predicted
 
 
-def around_saves(row: dict) -> dict[str, list[float]]:
-    """Return seconds of saves, and ms of the steps around them.
-
-    during: steps that begin while a thread writes the checkpoint; after: the other steps that
-    follow a save.
-    """
-    run = measured_runs(row)[0]
-    words = row["command"].split()
-    every = int(words[words.index("--ckpt-freq") + 1])
-    saves, writes = ([c for c in run["saves"] if c["what"] == what] for what in ("save", "write"))
-    found = {"save": [], "complete": [], "during": [], "after": []}
-    for number, save in enumerate(saves, start=1):
-        now = save["at"] + save["seconds"]
-        ends = [write["at"] + write["seconds"] for write in writes if write["at"] >= save["at"]]
-        end = min(ends, default=now)
-        found["save"].append(save["seconds"])
-        found["complete"].append(end - save["at"])
-        for ms in run["total_ms"][every * number : every * (number + 1)]:
-            found["during" if now < end else "after"].append(ms)
-            now += ms / 1000
-    return {**found, "before": run["total_ms"][row["warm_up"] : every]}
-
-
 def read_templates() -> dict[str, Table]:
     environment = jinja2.Environment(
         line_statement_prefix="%", undefined=jinja2.ChainableUndefined, autoescape=False
     )
     environment.filters |= {"f": shown, "runs": values_of_runs, "median": median}
     environment.filters["gib"] = lambda size: size / GIB
-    functions = (script, diffstat, diffstat_of, losses, with_minutes, bits_per_byte, min)
+    functions = (script, diffstat, diffstat_of, losses, with_minutes, bits_per_byte)
     functions += (largest_difference, state_gib, beside_predictions, measured_peak)
-    functions += (two_nodes, steps_on_one_node, checked_fabrics, fabrics.predict, around_saves)
+    functions += (two_nodes, steps_on_one_node, checked_fabrics, fabrics.predict)
     environment.globals |= {function.__name__: function for function in functions}
     text = Path(__file__).with_name("tables.jinja").read_text()
     templates = re.findall(r"^## (.+)\n((?:(?!## ).*\n)*)", text, re.MULTILINE)
