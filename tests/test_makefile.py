@@ -37,7 +37,7 @@ def test_lint_reads_only_what_git_knows(tmp_path):
     tracked = re.search(r"^TRACKED := (.*)", MAKEFILE, re.M)[1]
     (tmp_path / "known.py").write_text("one = 1\n")
     (tmp_path / "gone.py").write_text("one = 1\n")
-    shell("git init --quiet && git add . && rm gone.py && echo teh > my-table.csv", tmp_path)
+    shell("git init --quiet && git add . && rm gone.py && echo one > my-table.csv", tmp_path)
     assert shell(f"{tracked} . | xargs -0", tmp_path).stdout == "known.py\n"
 
 
