@@ -46,7 +46,7 @@ HEADINGS = [
     *("When it breaks", "Check yourself", "Where next"),
 ]
 # How many words a page may have, as wc -w counts them, and all pages that are not below tests/.
-TOPIC_WORDS, ALL_WORDS = 1500, 62_000
+TOPIC_WORDS, ALL_WORDS = 1600, 62_200
 WORDS = {"reference.md": 2700, "measurements.md": 2700}
 WORDS |= {f"{chapter}/README.md": 2500 for chapter in CHAPTERS}
 WORDS |= {"README.md": 1000, "tests/README.md": 940}
