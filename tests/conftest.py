@@ -35,7 +35,6 @@ from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
 
-import fsspec
 import psutil
 import pytest
 import torch
@@ -133,7 +132,7 @@ def s3() -> Iterator[dict[str, str]]:
 
     They have fake credentials and are set in this process, too.
     """
-    pytest.importorskip("s3fs", reason="needs s3fs, of the extra s3")
+    s3fs = pytest.importorskip("s3fs", reason="needs s3fs, of the extra s3")
     moto = pytest.importorskip("moto.server", reason="needs moto, of the extra test")
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
     server = moto.ThreadedMotoServer(ip_address="127.0.0.1", port=0, verbose=False)
@@ -153,7 +152,9 @@ def s3() -> Iterator[dict[str, str]]:
             patch.delenv(name)
         for name, value in settings.items():
             patch.setenv(name, value)
-        fsspec.filesystem("s3").mkdir("bucket")
+        # Without this, a worker that had another server before would still ask that one.
+        s3fs.S3FileSystem.clear_instance_cache()
+        s3fs.S3FileSystem().mkdir("bucket")
         yield settings
     server.stop()
 
