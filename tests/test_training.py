@@ -248,7 +248,7 @@ def test_log_says_what_matters_and_no_secret(tmp_path):
     for secret in secrets.values():
         assert secret not in written
 
-    (name,) = re.findall(r"to resume it after a stop, give -e (.*)", done.stderr)
+    (name,) = re.findall(r"to resume it, give -e (\S+)", done.stderr)
     shutil.rmtree(run_dir / "checkpoints/step-00000020")
     again = run_script(SCRIPT, *few, "--save-dir", tmp_path, "-e", name)
     assert "resumed after step 16 of 20" in again.stderr
