@@ -173,6 +173,13 @@ def state_gib(found: dict) -> float:
     return max(sum(each.values()) for each in found["bytes_by_rank"]) / GIB
 
 
+def differences(row: dict, first: int, last: int) -> float:
+    """Return the largest relative difference of the losses of a row's two runs in these steps."""
+    one, two = (run["losses"] for run in row["runs"])
+    steps = [step for step in one if first <= int(step) <= last]
+    return largest_difference(*([losses[step] for step in steps] for losses in (one, two)))
+
+
 def beside_predictions(found: dict, predictions: dict) -> Iterable[dict]:
     """Return the rows of a file that ran or ran out of memory, and what was expected."""
     for row in found["rows"]:
@@ -248,7 +255,7 @@ def read_templates() -> dict[str, Table]:
     environment.filters["gib"] = lambda size: size / GIB
     functions = (script, diffstat, diffstat_of, losses, with_minutes, bits_per_byte)
     functions += (largest_difference, state_gib, beside_predictions, measured_peak)
-    functions += (two_nodes, steps_on_one_node, checked_fabrics, fabrics.predict)
+    functions += (differences, two_nodes, steps_on_one_node, checked_fabrics, fabrics.predict)
     environment.globals |= {function.__name__: function for function in functions}
     text = Path(__file__).with_name("tables.jinja").read_text()
     templates = re.findall(r"^## (.+)\n((?:(?!## ).*\n)*)", text, re.MULTILINE)

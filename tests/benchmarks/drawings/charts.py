@@ -147,6 +147,27 @@ def trace() -> str:
     return document("One training step of two ranks, as in a trace", y + 106, out)
 
 
+def strong_scaling() -> str:
+    """Return the time of a step of 512 sequences on one to four GPUs."""
+    rows, counts = rows_of("gpus"), (1, 2, 4)
+    steps = {n: rows[f"DDP, 512 sequences on {n}"]["time/total"] for n in counts}
+    scale = (RIGHT - LEFT) / steps[1]
+    out = heading(f"The same batch: {steps[1] / steps[4]:.1f} times as fast on four GPUs")
+    y = 62.0
+    for gpus, step in steps.items():
+        out.append(text(LEFT, y + 20, "1 GPU" if gpus == 1 else f"{gpus} GPUs", LARGE, "bold"))
+        out.append(text(LEFT + 90, y + 20, f"{step:,.0f} ms per step"))
+        out.append(text(RIGHT, y + 20, f"x {steps[1] / step:.2f}", NORMAL, "end bold"))
+        out.append(rect(LEFT, y + 32, step * scale, 34, "green edge"))
+        out.append(rect(LEFT, y + 32, steps[1] / gpus * scale, 34, "line dashed"))
+        y += 92
+    out.append(rect(LEFT, y - 6, 34, 18, "line dashed"))
+    out += lines_of_text(LEFT + 46, y + 9, ["ideal: the time on one GPU, divided by the GPUs"])
+    says = ["GPT-2 124M, 512 x 1,024 tokens per step, bfloat16, compiled, NVIDIA H200"]
+    out += lines_of_text(LEFT, y + 40, says, SMALL, "soft")
+    return document("Time of a step of 512 sequences on 1, 2 and 4 GPUs", y + 58, out)
+
+
 def nodes_cost() -> str:
     """Return the predicted step on two nodes, by network and precision."""
     networks, precisions, left = (10, 25, 100, 400), ("TF32", "bf16"), LEFT + 62
