@@ -376,13 +376,33 @@ def with_gpu_kernels(forward: Callable, *args: object, **kwargs: object) -> obje
 
 def attend_to_row(n_ranks: int, module, query, key, value, _, dropout=0.0, scaling=None, **__):
     """Hold what the attention of rank 0 holds with context-parallel.diff."""
-    groups = query.shape[1] // key.shape[1]
-    key, value = (gather(t, n_ranks).repeat_interleave(groups, dim=1) for t in (key, value))
-    outputs, options = [], {"is_causal": True, "scale": scaling}
-    for part, chunks in zip(query.chunk(2, dim=2), (1, 2 * n_ranks), strict=True):
-        pair = (tensor[:, :, : chunks * part.shape[2]] for tensor in (key, value))
-        outputs.append(scaled_dot_product_attention(part, *pair, **options))
-    return torch.cat(outputs, dim=2).transpose(1, 2).contiguous(), None
+    (first, last), n = query.chunk(2, dim=2), query.shape[2] // 2
+    key, value = gather(key, n_ranks), gather(value, n_ranks)
+    options = {"is_causal": True, "scale": scaling, "enable_gqa": True}
+    output = scaled_dot_product_attention(first, key[:, :, :n], value[:, :, :n], **options)
+    output = torch.cat((output, MergedAttention.apply(last, key, value)), dim=2)
+    return output.transpose(1, 2).contiguous(), None
+
+
+class MergedAttention(torch.autograd.Function):
+    """Holds what the two calls in chapter 5's context_attention.py hold."""
+
+    @staticmethod
+    def forward(ctx, query, key, value):
+        outputs = torch.empty_like(query), torch.empty_like(query)
+        output = outputs[0].float()
+        output = (output + outputs[1].float()).to(query.dtype)
+        log_sum = query.new_empty(query.shape[:3], dtype=torch.float32)
+        ctx.save_for_backward(query, key, value, output, log_sum)
+        return output
+
+    @staticmethod
+    def backward(ctx, _):
+        query, key, value, *_ = ctx.saved_tensors
+        sizes = (key.shape[2] - query.shape[2], query.shape[2])
+        queries = torch.empty_like(query), torch.empty_like(query)
+        pairs = [[torch.empty_like(t) for t in each.split(sizes, dim=2)] for each in (key, value)]
+        return queries[0] + queries[1], *(torch.cat(pair, dim=2) for pair in pairs)
 
 
 def gather(part: torch.Tensor, n_ranks: int) -> torch.Tensor:
