@@ -115,13 +115,13 @@ class Benchmark:
             (copy / file).write_text(text.replace(*replaced))
         return copy
 
-    def model(self, name: str, sizes: dict) -> str:
-        """Return arguments for a model of these sizes, whose weights the first call draws."""
+    def llama_1b(self) -> str:
+        """Return arguments for a Llama of 1B, whose weights the first call draws."""
         if self.args.tiny:
             return "-m llama-tiny-8-heads --lr 1e-4"
-        folder = self.folder / name
+        folder = self.folder / "llama-1b"
         if not list(folder.glob("*.safetensors")):
-            config = AutoConfig.from_pretrained(PRESETS / "llama-3.1-8b", **sizes)
+            config = AutoConfig.from_pretrained(PRESETS / "llama-3.1-8b", **LLAMA_1B)
             torch.manual_seed(0)
             with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
                 model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
@@ -180,7 +180,7 @@ class Run:
 
     def __init__(self, benchmark: Benchmark, row: Row, gpus: list[int]) -> None:
         self.row, self.gpus, self.limit = row, gpus, benchmark.args.limit
-        self.begun, self.first_line_s = time.monotonic(), None
+        self.begun = time.monotonic()
         benchmark.started += 1
         self.folder = benchmark.folder / "runs" / f"{benchmark.started}-{file_name(row.label)}"
         shutil.rmtree(self.folder, ignore_errors=True)
@@ -221,8 +221,6 @@ class Run:
     def has_ended(self) -> bool:
         """Return whether it has logged all steps, has failed or takes too long; then stop it."""
         lines, seconds = self.lines(), time.monotonic() - self.begun
-        if lines and self.first_line_s is None:
-            self.first_line_s = seconds
         finished = bool(lines) and lines[-1]["step"] >= self.row.steps
         if not finished and self.process.poll() is None and seconds < self.limit:
             return False
@@ -233,9 +231,6 @@ class Run:
         counted = [line for line in lines if self.row.warm_up < line["step"] <= self.row.steps]
         keys = [key for key, value in counted[0].items() if isinstance(value, float)]
         self.found = {key: statistics.median(line[key] for line in counted) for key in keys}
-        speeds = [line["tokens_per_s"] for line in counted]
-        self.found |= {"slowest": min(speeds), "fastest": max(speeds)}
-        self.found |= {"first_line_s": self.first_line_s, "seconds": seconds}
         self.found["losses"] = {line["step"]: line["loss"] for line in lines}
         return True
 
@@ -256,7 +251,7 @@ class Run:
 
 
 def parallel(benchmark: Benchmark) -> list[Row]:
-    model = benchmark.model("llama-1b", LLAMA_1B)
+    model = benchmark.llama_1b()
     context = benchmark.changed("context", MIXED, "context-parallel.diff")
     tensor = benchmark.changed("tensor", MIXED, "tensor-parallel.diff")
     not_merged = benchmark.changed(
@@ -282,8 +277,7 @@ def parallel(benchmark: Benchmark) -> list[Row]:
             row(f"Ulysses, {name}", context, length, 1, f"{ulysses} {compile}"),
         ]
         if length == 8192:
-            tensor_2 = f"--tensor-parallel 2 {compile}"
-            rows.append(row(f"tensor, {name}", tensor, length, 1, tensor_2))
+            rows.append(row(f"tensor, {name}", tensor, length, 1, f"--tensor-parallel 2 {compile}"))
     rows[1:1] = [row("context, not merged, 65536", not_merged, 65536, 1, "--context-parallel 2")]
     four = "8192, compiled, 4 sequences"
     tensor_2 = "--tensor-parallel 2 --compile"
