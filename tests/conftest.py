@@ -31,6 +31,7 @@ import logging
 import shutil
 import signal
 import sys
+import urllib.request
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from types import ModuleType
@@ -152,8 +153,11 @@ def s3() -> Iterator[dict[str, str]]:
             patch.delenv(name)
         for name, value in settings.items():
             patch.setenv(name, value)
-        # Without this, a worker that had another server before would still ask that one.
+        # A worker may have had another server before. Its address is still known to fsspec, and
+        # its buckets to moto.
         s3fs.S3FileSystem.clear_instance_cache()
+        reset = f"{settings['AWS_ENDPOINT_URL']}/moto-api/reset"
+        urllib.request.urlopen(urllib.request.Request(reset, method="POST")).close()
         s3fs.S3FileSystem().mkdir("bucket")
         yield settings
     server.stop()
