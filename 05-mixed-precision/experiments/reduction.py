@@ -1,19 +1,11 @@
-"""Measure the error of reducing gradients in low precision, for different orders of addition.
+"""Simulate sums of gradients in low precision, in the order in which a ring or a tree adds.
 
-torchrun --standalone --nproc-per-node 2 05-mixed-precision/experiments/reduction.py
+python 05-mixed-precision/experiments/reduction.py
 
-The first lines are measured on the ranks of this run, with gloo. The other lines are simulated in
-one process, in the order in which a ring or a tree of ranks adds. Each partial sum is rounded to
-the format, because that is what the next rank receives.
+Each partial sum is rounded to the format, because that is what the next rank receives.
 """
 
-import os
-
 import torch
-import torch.distributed as dist
-
-from common import launch
-from common.cli import RunError
 
 DTYPES = (torch.float32, torch.float16, torch.bfloat16)
 WORLD_SIZES = tuple(2**power for power in range(1, 11))
@@ -59,27 +51,6 @@ def error(total: torch.Tensor, grads: torch.Tensor) -> float:
     return ((total.double() - exact).norm() / exact.norm()).item()
 
 
-def measure_ranks() -> dict[str, dict]:
-    """Return for each collective and dtype the error, and whether the result equals ring_sum."""
-    rank, world_size = dist.get_rank(), dist.get_world_size()
-    found = {}
-    # The collective of FSDP, which was renamed in torch 2.13. dist.reduce_scatter adds differently.
-    reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
-    grads = gradients(world_size, alike=False)
-    for dtype in DTYPES:
-        reduced = grads[rank].to(dtype, copy=True)
-        dist.all_reduce(reduced)
-        scattered = torch.empty(SIZE // world_size, dtype=dtype)
-        reduce_scatter(scattered, grads[rank].to(dtype))
-        gathered = torch.empty(SIZE, dtype=dtype)
-        dist.all_gather(list(gathered.tensor_split(world_size)), scattered)
-        expected = ring_sum(grads.to(dtype))
-        for name, total in (("all_reduce", reduced), ("reduce_scatter", gathered)):
-            same = torch.equal(total, expected)
-            found[f"{name}, {str(dtype)[6:]}"] = {"error": error(total, grads), "as_ring": same}
-    return found
-
-
 def simulate() -> list[dict]:
     """Return the errors for each number of ranks, kind of gradients, order and dtype."""
     rows = []
@@ -97,26 +68,14 @@ def simulate() -> list[dict]:
 
 
 def main() -> None:
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # use gloo, whose order of addition is known
-    launch.prepare_environment()
-    if SIZE % int(os.environ["WORLD_SIZE"]):
-        raise RunError("The number of ranks must be a power of two: change --nproc-per-node.")
-    dist.init_process_group("gloo")
-    measured = measure_ranks()
-    if dist.get_rank() == 0:
-        for name, row in measured.items():
-            same = "bit-identical to ring_sum" if row["as_ring"] else "NOT identical to ring_sum"
-            print(f"{dist.get_world_size()} ranks, {name:24} error {row['error']:.1e}, {same}")
-        rows = simulate()
-        print("\nranks  gradients  " + "".join(f"{key:>15}" for key in list(rows[0])[2:]))
-        for ranks, kind, *errors in map(dict.values, rows):
-            print(f"{ranks:5}  {kind:11}" + "".join(f"{each:15.1e}" for each in errors))
-        for dtype in DTYPES:
-            ones = torch.ones(1024, SIZE, dtype=dtype)
-            print(f"1024 times 1 in {str(dtype)[6:]}, ring: {ring_sum(ones)[0]:g}")
-    dist.barrier()
-    dist.destroy_process_group()
+    rows = simulate()
+    print("ranks  gradients  " + "".join(f"{key:>15}" for key in list(rows[0])[2:]))
+    for ranks, kind, *errors in map(dict.values, rows):
+        print(f"{ranks:5}  {kind:11}" + "".join(f"{each:15.1e}" for each in errors))
+    for dtype in DTYPES:
+        ones = torch.ones(1024, SIZE, dtype=dtype)
+        print(f"1024 times 1 in {str(dtype)[6:]}, ring: {ring_sum(ones)[0]:g}")
 
 
 if __name__ == "__main__":
-    launch.run(main)
+    main()
