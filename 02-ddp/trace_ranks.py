@@ -90,7 +90,6 @@ def get_args() -> argparse.Namespace:
     add("--skip-steps", default=12, type=at_least(1), help="steps before the traced ones")
     add("--trace-steps", default=3, type=at_least(1), help="steps to trace")
     add("--output", type=Path, help="folder of the traces (default: outputs/trace-<chapter>)")
-    add("--memory-snapshot", action="store_true", help="also record the GPU memory")
     add("script", type=Path, help="a chapter's train_llm.py")
     add("arguments", nargs=argparse.REMAINDER, help="the arguments of that script")
     return parser.parse_args()
@@ -100,10 +99,6 @@ def main() -> None:
     launch.prepare_environment()
     args = get_args()
     rank, on_gpu = int(os.environ["RANK"]), torch.cuda.is_available()
-    if not args.script.is_file():
-        raise RunError(f"There is no script {args.script}: give a chapter's train_llm.py.")
-    if args.memory_snapshot and not on_gpu:
-        raise RunError("--memory-snapshot needs a GPU: leave it out.")
     folder = args.output or Path("outputs", f"trace-{args.script.resolve().parent.name}")
     folder.mkdir(parents=True, exist_ok=True)
     trace_file, last_step = folder / f"rank{rank}.json", args.skip_steps + args.trace_steps
@@ -113,7 +108,6 @@ def main() -> None:
             wait=args.skip_steps - 1, warmup=1, active=args.trace_steps, repeat=1
         ),
         on_trace_ready=lambda profiler: profiler.export_chrome_trace(str(trace_file)),
-        profile_memory=args.memory_snapshot,
         acc_events=True,  # without this, torch 2.11 prints a warning
     )
     step, by_rank = 0, {}
@@ -125,11 +119,6 @@ def main() -> None:
             torch.cuda.synchronize()  # so that the trace contains whole steps
         if step == args.skip_steps and dist.is_initialized():
             dist.barrier()  # the ranks start together
-        if step == args.skip_steps and args.memory_snapshot:
-            torch.cuda.memory._record_memory_history(stacks="python")
-        if step == last_step and args.memory_snapshot:
-            torch.cuda.memory._dump_snapshot(str(folder / f"rank{rank}-memory.pickle"))
-            torch.cuda.memory._record_memory_history(enabled=None)
         profiler.step()
         if step == last_step:
             events = json.loads(trace_file.read_text())["traceEvents"]
