@@ -6,7 +6,6 @@ torchrun --standalone --nproc-per-node 2 02-ddp/train_classifier.py
 import argparse
 import contextlib
 import datetime
-import gc
 import logging
 import math
 import os
@@ -149,7 +148,7 @@ def main() -> None:
     eval_args = eval_collator, eval_batch_size, device
     steps_per_epoch = len(sampler.steps)
     total_steps = args.max_steps or args.num_epochs * steps_per_epoch
-    logger.info(results.describe_data(classes, splits, sampler))
+    logger.info(results.describe_data(classes, splits))
 
     # --- optimizer ---
     # Fine-tuning needs a much smaller learning rate than training from scratch.
@@ -175,10 +174,6 @@ def main() -> None:
     # tokens. An example has one loss term with a head, otherwise one per token of its label.
     sums = torch.zeros(5, dtype=torch.float64, device=device)
     model.train()  # turns dropout on, if the model has any
-    # Python's garbage collector would pause some steps for up to 0.4 s. From here on it runs only
-    # after an epoch, and it ignores all objects that exist now.
-    gc.freeze()
-    gc.disable()
     while step < total_steps:
         epoch, epoch_step = divmod(step, steps_per_epoch)
         if epoch_step == 0:
@@ -234,7 +229,6 @@ def main() -> None:
             logged_step = step
             sums.zero_()
         if end_of_epoch:
-            gc.collect()
             with timers("evaluate"):
                 eval_loss, accuracy, _ = evaluate(model, splits["validation"], *eval_args)
             results.check_finite({"evaluation loss": eval_loss}, step, run_dir)

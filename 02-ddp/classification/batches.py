@@ -105,16 +105,6 @@ class GroupedSampler(Sampler[list[int]]):
     def __len__(self) -> int:
         return sum(map(self.micro_batches, self.steps))
 
-    def padded_tokens(self) -> int:
-        """Return the tokens of this epoch on all ranks, with the padding of each micro-batch."""
-        return sum(
-            len(part) * max(self.lengths[index] for index in part)
-            for step in self.steps
-            for rank in range(self.num_replicas)
-            for part in self.parts(step, rank)
-            if part
-        )
-
 
 def batches_of_rank(
     lengths: list[int], batch_size: int, num_replicas: int, rank: int

@@ -15,7 +15,6 @@ from sklearn.pipeline import make_pipeline
 from common.cli import RunError
 from common.launch import check_agreement, gather, rank_and_world_size
 
-from classification.batches import GroupedSampler
 from classification.examples import Examples
 
 BASELINES = {
@@ -28,8 +27,7 @@ BASELINES = {
 
 
 def check_new(run_dir: Path) -> None:
-    """Raise RunError if the folder contains a run, whose metrics and best model would be
-    overwritten. All ranks must call this: rank 0 looks before it writes."""
+    """Raise RunError on all ranks if rank 0 finds an earlier run, which would be overwritten."""
     rank, _ = rank_and_world_size()
     if gather({rank: (run_dir / "metrics.jsonl").exists()})[0]:
         raise RunError(f"{run_dir} already contains a run: give another -e.")
@@ -57,7 +55,7 @@ def check_finite(values: dict[str, float], step: int, run_dir: Path) -> None:
         )
 
 
-def describe_data(classes: list[str], splits: dict[str, Examples], sampler: GroupedSampler) -> str:
+def describe_data(classes: list[str], splits: dict[str, Examples]) -> str:
     """Return the classes, the size of each split, the tokens of an epoch, and the number of test
     texts that are also in the training split."""
     sizes = ", ".join(f"{len(examples):,} {split}" for split, examples in splits.items())
@@ -65,8 +63,8 @@ def describe_data(classes: list[str], splits: dict[str, Examples], sampler: Grou
     shared = sum(text in trained for text in splits["test"].texts)
     return (
         f"{len(classes)} classes ({', '.join(classes)}), examples: {sizes}\n"
-        f"tokens of an epoch: {sum(sampler.lengths):,}, with padding {sampler.padded_tokens():,}\n"
-        f"test texts that are also in the training split: {shared:,}"
+        f"tokens of an epoch: {sum(splits['train'].lengths()):,}; test texts that are also in the "
+        f"training split: {shared:,}"
     )
 
 
