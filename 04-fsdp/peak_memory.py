@@ -14,18 +14,11 @@ FSDP cuts each parameter along its first dimension d into n shards of ceil(d / n
 Sources: https://arxiv.org/abs/1910.02054 (ZeRO) and torch/distributed/fsdp/_fully_shard.
 
 Activations, the tensors that the forward pass saves for the backward pass, come on top. They are
-counted: the model runs one step on the meta device, where tensors have shapes but no data. For
-comparison: without checkpointing, a layer of GPT-2 with width d and h heads saves for each token
-
-    4 (16 d + 4 + h) bytes in float32: inputs of both norms 2 d, their outputs 2 d, means and
-    deviations 4, q k v 3 d, output of attention d, softmax h, MLP before and after GELU 8 d
-
-With full checkpointing it saves only its input, 4 d bytes. The loss saves log-probabilities, 4 V
-bytes per token for a vocabulary of V tokens, and its backward pass briefly holds two more tensors
-of that size. A compiled loss holds only the logits and their gradient. A compiled layer with
-selective checkpointing does not save its last matmul, which its backward pass does not need. With
-context parallelism, a GPU has its share of the positions, and in each layer the keys and values of
-all positions, repeated for each query head.
+counted: the model runs one step on the meta device, where tensors have shapes but no data
+(reference.md adds them up by hand). A compiled loss holds only the logits and their gradient. A
+compiled layer with selective checkpointing does not save its last matmul, which its backward pass
+does not need. With context parallelism, a GPU has its share of the positions, and in each layer the
+keys and values of all positions, repeated for each query head.
 
 Accuracy, compared with training steps on a CPU: parameters, gradients and moments are exact. The
 peak is within 1% if activations dominate, and within 7% for sequences of a handful of tokens (up to

@@ -94,14 +94,15 @@ def is_equal(one: object, two: object) -> bool:
 
 def differing_values(one: Path, two: Path) -> Iterator[str]:
     """Yield a sentence for each checkpoint of both runs whose contents differ."""
-    folders = [{path.name: path for path in run.glob("checkpoints/step-*")} for run in (one, two)]
-    for name in sorted(folders[0].keys() & folders[1].keys()):
-        a, b = (read_checkpoint(each[name]) for each in folders)
-        names = sorted(a.keys() | b.keys())
-        wrong = [key for key in names if not is_equal(a.get(key), b.get(key))]
-        if wrong:
-            shown = ", ".join(wrong[:4]) + (", ..." if len(wrong) > 4 else "")
-            yield f"{name}: {len(wrong)} of {len(names)} tensors and numbers differ: {shown}"
+    for path in sorted(one.glob("checkpoints/step-*")):
+        if (other := two / "checkpoints" / path.name).exists():
+            a, b = read_checkpoint(path), read_checkpoint(other)
+            names = sorted(a.keys() | b.keys())
+            wrong = [name for name in names if not is_equal(a.get(name), b.get(name))]
+            if wrong:
+                shown = ", ".join(wrong[:4]) + (", ..." if len(wrong) > 4 else "")
+                count = f"{len(wrong)} of {len(names)} tensors and numbers"
+                yield f"{path.name}: {count} differ: {shown}"
 
 
 def main() -> None:
@@ -117,10 +118,9 @@ def main() -> None:
         print(row(str(folder), run, first))
     differences = []
     for folder, run in zip(folders[1:], others, strict=True):
-        found = [each for each in [first_difference(first, run)] if each]
-        differences += [
-            f"{folder}: {each}" for each in (*found, *differing_values(folders[0], folder))
-        ]
+        found = first_difference(first, run)
+        found = [*([found] if found else []), *differing_values(folders[0], folder)]
+        differences += [f"{folder}: {each}" for each in found]
     print("\n".join(differences) if differences else "no difference in the logs and checkpoints")
     sys.exit(1 if differences else 0)
 
