@@ -12,6 +12,7 @@ import os
 
 import torch
 import torch.distributed as dist
+import xxhash
 from torch import nn
 from torch.distributed.elastic.multiprocessing.errors import record
 from torch.nn.functional import cross_entropy
@@ -22,15 +23,15 @@ from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, set_seed
 
 from common import cli, launch, models
-from common.cli import at_least
+from common.cli import RunError, at_least
 from common.data import IGNORED
 from common.gradients import clip_grad_norm
-from common.launch import gather, rank_and_world_size
+from common.launch import check_agreement, gather, rank_and_world_size
 from common.timers import PhaseTimers
 from common.tracker import Tracker, make_run_dir
 
 from classification import results
-from classification.batches import PADDINGS, Collator, GroupedSampler, batches_of_rank, encode
+from classification.batches import PADDINGS, Collator, GroupedSampler, encode
 from classification.examples import Examples, load_examples
 
 logger = logging.getLogger("train_classifier")
@@ -62,12 +63,7 @@ def get_args() -> argparse.Namespace:
     add("--lr", type=at_least(0.0), help="peak learning rate (default: depends on the model)")
     add("--warmup-steps", type=at_least(0), help="steps (default: a tenth of all)")
     add("--weight-decay", default=0.1, type=at_least(0.0), help="AdamW's weight decay")
-    add(
-        "--max-grad-norm",
-        default=1.0,
-        type=at_least(1e-6, math.inf),
-        help="clip above this; inf: never",
-    )
+    add("--max-grad-norm", default=1.0, type=at_least(1e-6), help="clip gradients above this")
     add("--num-epochs", default=3, type=at_least(1), help="passes over the data")
     add("--max-steps", type=at_least(1), help="number of steps; overrides --num-epochs")
     add("--log-freq", default=10, type=at_least(1), help="steps between log lines")
@@ -118,7 +114,10 @@ def main() -> None:
     tokenizer.model_max_length = seq_length  # saved, so that inference truncates like training
     prompt = args.prompt if args.head == "none" else None
     label_tokens = encode(splits, classes, tokenizer, seq_length, prompt)
-    results.check_same(classes, splits)
+    # The ranks share the examples by index, so all of them must have the same ones.
+    checksum = xxhash.xxh3_64_hexdigest(repr((classes, splits)).encode())
+    remedy = "use the same arguments, data and Python version on all nodes"
+    check_agreement({"examples with checksum": checksum}, remedy)
     # Weights are drawn on the CPU in float32, so every kind of device starts from the same model.
     torch.manual_seed(args.seed)
     if args.pretrained:  # a new head is drawn if the pretrained model has none that fits
@@ -148,7 +147,10 @@ def main() -> None:
     eval_args = eval_collator, eval_batch_size, device
     steps_per_epoch = len(sampler.steps)
     total_steps = args.max_steps or args.num_epochs * steps_per_epoch
-    logger.info(results.describe_data(classes, splits))
+    sizes = ", ".join(f"{len(examples):,} {split}" for split, examples in splits.items())
+    logger.info(f"{len(classes)} classes ({', '.join(classes)}), examples: {sizes}")
+    shared = len(set(train_data.texts).intersection(splits["test"].texts))
+    logger.info(f"texts that are in both the training and the test split: {shared:,}")
 
     # --- optimizer ---
     # Fine-tuning needs a much smaller learning rate than training from scratch.
@@ -164,7 +166,8 @@ def main() -> None:
 
     # --- train ---
     run_dir = make_run_dir(args)
-    results.check_new(run_dir)
+    if gather({rank: (run_dir / "metrics.jsonl").exists()})[0]:  # as rank 0 sees it
+        raise RunError(f"{run_dir} already contains a run: give another -e.")
     set_seed(args.seed + rank)  # Python's, NumPy's and PyTorch's RNGs, for dropout
     tracker = Tracker(run_dir, {**vars(args), "lr": lr, "total_steps": total_steps}, 0)
     progress_bar = cli.progress("training", total=total_steps)
@@ -212,9 +215,12 @@ def main() -> None:
         metrics = {"step": step}
         if step % args.log_freq == 0 or end_of_epoch:
             dist.all_reduce(sums)
-            # Equal on all ranks from here on. A run that has diverged stops here.
-            values = {"loss": sums[0], "gradient norm": grad_norm}
-            results.check_finite(values, step, run_dir)
+            # Equal on all ranks from here on, so all of them stop.
+            if not (sums[0] + grad_norm).isfinite():
+                raise RunError(
+                    f"The training has diverged at step {step}: start a new run with a smaller "
+                    f"--lr. After an epoch, {run_dir}/best has the best model so far."
+                )
             epoch_sums += sums
             metrics |= {
                 "epoch": epoch,
@@ -231,7 +237,6 @@ def main() -> None:
         if end_of_epoch:
             with timers("evaluate"):
                 eval_loss, accuracy, _ = evaluate(model, splits["validation"], *eval_args)
-            results.check_finite({"evaluation loss": eval_loss}, step, run_dir)
             metrics |= {
                 "train_loss": (epoch_sums[0] / epoch_sums[2]).item(),
                 "train_accuracy": (epoch_sums[1] / epoch_sums[3]).item(),
@@ -294,7 +299,10 @@ def evaluate(model, examples: Examples, collator: Collator, batch_size: int, dev
     rank, world_size = rank_and_world_size()
     model.eval()  # turns dropout off
     parts = [torch.zeros(0, 3, dtype=torch.float64, device=device)]
-    for indices in batches_of_rank(examples.lengths(), batch_size, world_size, rank):
+    # The batches do not depend on the number of ranks. Texts in a batch have similar lengths.
+    order = sorted(range(len(examples)), key=examples.lengths().__getitem__)
+    batches = [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
+    for indices in batches[rank::world_size]:
         batch = collator([examples[index] for index in indices])
         batch = {key: t.to(device) for key, t in batch.items()}
         losses, predictions = score(model, batch)

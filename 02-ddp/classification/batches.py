@@ -93,30 +93,11 @@ class GroupedSampler(Sampler[list[int]]):
         """Return the number of micro-batches of a global batch, which is the same on all ranks."""
         return -(-len(step) // (self.num_replicas * self.batch_size))
 
-    def parts(self, step: list[int], rank: int) -> list[list[int]]:
-        """Return the micro-batches of a rank. In a short step, they may be empty on some ranks."""
-        part, size = step[rank :: self.num_replicas], self.batch_size
-        return [part[i * size : (i + 1) * size] for i in range(self.micro_batches(step))]
-
     def __iter__(self) -> Iterator[list[int]]:
         for step in self.steps:
-            yield from self.parts(step, self.rank)
-
-    def __len__(self) -> int:
-        return sum(map(self.micro_batches, self.steps))
-
-
-def batches_of_rank(
-    lengths: list[int], batch_size: int, num_replicas: int, rank: int
-) -> list[list[int]]:
-    """Return a rank's batches for an evaluation: every num_replicas-th batch, sorted by length.
-
-    The batches do not depend on the number of ranks. Together, the ranks have every example exactly
-    once. Some ranks have one batch more than others.
-    """
-    order = sorted(range(len(lengths)), key=lengths.__getitem__)
-    batches = [order[i : i + batch_size] for i in range(0, len(order), batch_size)]
-    return batches[rank::num_replicas]
+            part, size = step[self.rank :: self.num_replicas], self.batch_size
+            for i in range(self.micro_batches(step)):
+                yield part[i * size : (i + 1) * size]
 
 
 class Collator:

@@ -1,19 +1,20 @@
 """Load labeled documents, and split them into training, validation and test."""
 
 import hashlib
+import logging
 import re
 import sysconfig
-from array import array
 from collections import Counter
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import NamedTuple
 
-import xxhash
 from torch.utils.data import Dataset
 
 from common.cli import RunError
 from common.documents import BUILT_IN, NOT_CODE, load_table
+
+logger = logging.getLogger(__name__)
 
 SPLITS = ("train", "validation", "test")
 PACKAGES = ("asyncio", "email", "importlib", "multiprocessing", "unittest", "xml")
@@ -47,13 +48,6 @@ class Examples(Dataset):
         """Return the number of tokens of each example, without those of the label."""
         return [len(tokens) for tokens in self.tokens]
 
-    def checksum(self) -> str:
-        """Return a checksum of the tokens and classes, in order."""
-        digest = xxhash.xxh3_64()
-        for tokens, label in zip(self.tokens, self.labels, strict=True):
-            digest.update(array("q", [label, len(tokens), *tokens]).tobytes())
-        return digest.hexdigest()
-
 
 def load_examples(
     name: str,
@@ -65,8 +59,8 @@ def load_examples(
 
     name: python-stdlib, a table file, a folder of tables or a hub id. The default columns of a
     table are text and label. If a table lacks a split, a checksum of the text selects a tenth of
-    its training split instead. Raises RunError if the data cannot be read, if a column or a label
-    is missing, or if there are no classes.
+    its training split instead. Raises RunError if the data cannot be read, if a column is missing,
+    or if there are no classes.
     """
     if name == BUILT_IN:
         classes, rows = PACKAGES, _stdlib_pieces()
@@ -111,7 +105,10 @@ def _stdlib_pieces() -> list[tuple[str, str, str]]:
 def _table_rows(
     name: str, subset: str | None, text_column: str, label_column: str
 ) -> list[tuple[str, str, str]]:
-    """Return (split, text, class) of the rows of a table that have a text."""
+    """Return (split, text, class) of the rows of a table that have a text and a label.
+
+    Benchmarks often publish a test split without labels. All its rows are left out.
+    """
     table = load_table(name, subset)
     features = table["train"].features
     for flag, column in (("text", text_column), ("label", label_column)):
@@ -122,23 +119,15 @@ def _table_rows(
             )
     # Only a ClassLabel feature has names. Its label -1 means that there is no label.
     names = getattr(features[label_column], "names", None)
-    rows = []
+    rows, left_out = [], 0
     for split in (split for split in SPLITS if split in table):
-        texts, labels = table[split][text_column], table[split][label_column]
-        if names:
-            labels = [names[label] if label not in (None, -1) else None for label in labels]
-        found = [
-            (split, str(text), None if label in (None, "") else str(label))
-            for text, label in zip(texts, labels, strict=True)
-            if text is not None and str(text).strip()
-        ]
-        without = sum(label is None for _, _, label in found)
-        if without == len(found) and split != "train":
-            continue  # benchmarks often publish a test split without labels
-        if without:
-            raise RunError(
-                f"{without} of {len(found)} rows in the {split} split of {name} have no label in "
-                f"the column {label_column!r}: add the labels, or delete the rows."
-            )
-        rows += found
+        for text, label in zip(table[split][text_column], table[split][label_column], strict=True):
+            if names:
+                label = names[label] if label not in (None, -1) else None
+            if text is None or not str(text).strip() or label in (None, ""):
+                left_out += 1
+            else:
+                rows.append((split, str(text), str(label)))
+    if left_out:
+        logger.info(f"{left_out:,} rows of {name} without a text or a label are left out")
     return rows

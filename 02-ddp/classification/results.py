@@ -1,7 +1,6 @@
-"""Check a classifier's data and losses, describe them, and write its test report."""
+"""Write the test report of a classifier, beside the reports of two baselines."""
 
 import json
-import math
 from pathlib import Path
 
 import matplotlib
@@ -12,9 +11,6 @@ from sklearn.linear_model import LogisticRegression
 from sklearn.metrics import ConfusionMatrixDisplay, classification_report, confusion_matrix
 from sklearn.pipeline import make_pipeline
 
-from common.cli import RunError
-from common.launch import check_agreement, gather, rank_and_world_size
-
 from classification.examples import Examples
 
 BASELINES = {
@@ -24,48 +20,6 @@ BASELINES = {
     ),
     "largest class": DummyClassifier(strategy="most_frequent"),
 }
-
-
-def check_new(run_dir: Path) -> None:
-    """Raise RunError on all ranks if rank 0 finds an earlier run, which would be overwritten."""
-    rank, _ = rank_and_world_size()
-    if gather({rank: (run_dir / "metrics.jsonl").exists()})[0]:
-        raise RunError(f"{run_dir} already contains a run: give another -e.")
-
-
-def check_same(classes: list[str], splits: dict[str, Examples]) -> None:
-    """Raise RunError if a rank's examples or their order differ from rank 0's, because the ranks
-    share them by index. All ranks must call this."""
-    facts = {"classes": ", ".join(classes)}
-    for name, examples in splits.items():
-        facts[f"{name} examples with checksum"] = examples.checksum()
-    check_agreement(facts, "use the same arguments, data and Python version on all nodes")
-
-
-def check_finite(values: dict[str, float], step: int, run_dir: Path) -> None:
-    """Raise RunError if one of the values, by name, is not finite.
-
-    All ranks must call this with equal values, so that all of them stop.
-    """
-    if bad := [f"the {name} is {v:.0f}" for name, v in values.items() if not math.isfinite(v)]:
-        raise RunError(
-            f"The training has diverged: at step {step} {' and '.join(bad)}. If an epoch was "
-            f"complete, {run_dir / 'best'} has the best model. Start a new run with a smaller --lr "
-            "or more --warmup-steps."
-        )
-
-
-def describe_data(classes: list[str], splits: dict[str, Examples]) -> str:
-    """Return the classes, the size of each split, the tokens of an epoch, and the number of test
-    texts that are also in the training split."""
-    sizes = ", ".join(f"{len(examples):,} {split}" for split, examples in splits.items())
-    trained = set(splits["train"].texts)
-    shared = sum(text in trained for text in splits["test"].texts)
-    return (
-        f"{len(classes)} classes ({', '.join(classes)}), examples: {sizes}\n"
-        f"tokens of an epoch: {sum(splits['train'].lengths()):,}; test texts that are also in the "
-        f"training split: {shared:,}"
-    )
 
 
 def write_report(
