@@ -28,7 +28,6 @@ class Cluster:
         outer = {key: value for key, value in ENVIRONMENT.items() if not key.startswith("SLURM_")}
         self.env = {
             **outer,
-            "LOCAL_CLUSTER_DIR": str(self.folder),
             "LOCAL_CLUSTER_NAME": name,
             "LOCAL_CLUSTER_NETWORK": network,
             "SLURM_CONF": str(self.folder / "slurm.conf"),

@@ -9,23 +9,18 @@
 #
 # To disconnect node1 from the network, and to connect it again:
 #
-#   ip -n lab-switch link set node1 down
-#   ip -n lab-switch link set node1 up
+#   ip -n local-switch link set node1 down
+#   ip -n local-switch link set node1 up
 #
-# The cluster writes only to its own folder, and does not affect the machine's own Slurm, munge or
-# sshd. To start a second cluster, set all three variables:
-#
-# LOCAL_CLUSTER_DIR      its folder
-# LOCAL_CLUSTER_NAME     prefix of the names of its namespaces
-# LOCAL_CLUSTER_NETWORK  the first three numbers of its addresses
+# The cluster writes only to /run/local-cluster, and does not affect the machine's own Slurm, munge
+# or sshd. To start a second cluster, set both variables: a name of up to nine letters, and the first
+# three numbers of the addresses.
 set -euo pipefail
-DIR=${LOCAL_CLUSTER_DIR:-/run/local-cluster}
-NAME=${LOCAL_CLUSTER_NAME:-lab}
+NAME=${LOCAL_CLUSTER_NAME:-local}
 NETWORK=${LOCAL_CLUSTER_NETWORK:-10.77.0} # node1 is 10.77.0.1, node2 is 10.77.0.2
-LOGIN=$NETWORK.253                        # this machine, where you submit jobs
-CONTROLLER=$NETWORK.254                   # where slurmctld runs
-MARK=.local-cluster                       # only a folder that contains this file may be removed
-PACKAGES="slurm-wlm munge openssh-server openssh-client iproute2"
+DIR=/run/$NAME-cluster
+LOGIN=$NETWORK.253      # this machine, where you submit jobs
+CONTROLLER=$NETWORK.254 # where slurmctld runs
 
 refuse() {
     echo "$1" >&2
@@ -35,20 +30,11 @@ refuse() {
 check_machine() {
     [[ "$(uname -s)" == Linux ]] || refuse "The nodes are Linux namespaces: this needs Linux."
     ((EUID == 0)) || refuse "Only root can make namespaces: run this with sudo."
-    local missing=() tool
-    for tool in slurmctld slurmd sinfo munged sshd ssh ip unshare flock; do
-        command -v "$tool" >/dev/null || missing+=("$tool")
-    done
-    ((${#missing[@]} == 0)) ||
-        refuse "Not found: ${missing[*]}. To install: apt-get install $PACKAGES"
-    [[ "$DIR $NAME $NETWORK" =~ ^/[a-zA-Z0-9/._-]+\ [a-z]{1,9}\ [0-9]+(\.[0-9]+){2}$ &&
-        -d "$(dirname "$DIR")" ]] ||
-        refuse "LOCAL_CLUSTER_DIR, _NAME, _NETWORK must be like /run/local-cluster, lab, 10.77.0."
+    command -v slurmctld slurmd sinfo munged sshd ssh ip flock >/dev/null ||
+        refuse "Install: apt-get install slurm-wlm munge openssh-server openssh-client iproute2"
 }
 
 check_free() {
-    [[ ! -e "$DIR" ]] ||
-        refuse "$DIR exists but belongs to no cluster: choose another LOCAL_CLUSTER_DIR."
     # All routes to addresses of the network, except default routes.
     local routes show=(ip -4 route show table all to)
     routes=$("${show[@]}" root "$NETWORK.0/24" && "${show[@]}" match "$NETWORK.0/24")
@@ -60,9 +46,7 @@ check_free() {
 }
 
 write_files() {
-    mkdir "$DIR"
-    mkdir "$DIR"/{log,state,spool}
-    touch "$DIR/$MARK"
+    mkdir -p "$DIR"/{log,state,spool}
     (umask 077 && head -c 128 /dev/urandom >"$DIR/munge.key")
     ssh-keygen -q -t ed25519 -N "" -C "local cluster" -f "$DIR/host_key"
     ssh-keygen -q -t ed25519 -N "" -C "local cluster" -f "$DIR/id_ed25519"
@@ -176,12 +160,10 @@ plug_network() {
 # start HOST DAEMON...: setsid protects the daemon from Ctrl-C. The daemon does not inherit file
 # descriptor 9, because that would keep this script's lock.
 start() {
-    local daemon=$1-${2##*/}
     setsid ip netns exec "$NAME-${1/controller/switch}" unshare --uts \
-        bash -euc 'become "$@"' start "$@" </dev/null >"$DIR/log/$daemon.log" 2>&1 9<&- &
-    DAEMONS[$!]=$daemon
+        bash -euc 'become "$@"' start "$@" </dev/null >"$DIR/log/$1-${2##*/}.log" 2>&1 9<&- &
+    disown # so that bash does not report its end
 }
-DAEMONS=() # names by process id
 
 # become HOST DAEMON...: in new namespaces, set up the host's name and files, then run the daemon.
 become() {
@@ -199,15 +181,10 @@ become() {
 
 # Everything that a cluster runs is in its namespaces.
 processes() { ip netns pids "$NAME-$1" 2>/dev/null || true; }
-is_up() { [[ -e "$DIR/$MARK" && -n "$(processes switch)" ]]; }
 
 # Kill all processes and remove all files, at whatever stage `up` has stopped.
 clean_up() {
     local host pids deadline=$((SECONDS + 10))
-    # A daemon that was just started may not be in its namespace yet.
-    mapfile -t pids < <(jobs -p)
-    { ((${#pids[@]} == 0)) || kill -KILL "${pids[@]}" || true; } 2>/dev/null
-    wait 2>/dev/null
     for host in switch node{1..9}; do
         [[ -e "/run/netns/$NAME-$host" ]] || continue
         # Repeat this, because a process may have started another one in the meantime.
@@ -217,37 +194,22 @@ clean_up() {
         ip netns delete "$NAME-$host" || true
     done
     ip link delete "${NAME}0" 2>/dev/null || true
-    # `ip netns add` creates this folder and mounts it on itself. Remove it with the last namespace.
-    if [[ -d /run/netns && -z "$(ls /run/netns)" ]]; then
-        umount -n /run/netns 2>/dev/null || true
-        rmdir /run/netns || true
-    fi
     rm -rf "$DIR"
 }
 
-reachable() { timeout 1 bash -c ": </dev/tcp/$1/22" 2>/dev/null; }
-
-# Wait up to 30 seconds until every node is idle and reachable. Fail at once if a daemon ends.
+# Wait up to 30 seconds until every node is idle and its sshd answers.
 wait_for_nodes() {
-    local deadline=$((SECONDS + 30)) k=1 pid
-    while ((k <= NODES)); do
-        if sinfo -h -n "node$k" -p main -o %T 2>/dev/null | grep -x idle >/dev/null &&
-            reachable "$NETWORK.$k"; then
-            k=$((k + 1))
-            continue
-        fi
-        for pid in "${!DAEMONS[@]}"; do
-            kill -0 "$pid" 2>/dev/null || fail "${DAEMONS[$pid]}" "${DAEMONS[$pid]} has ended."
+    local k deadline=$((SECONDS + 30))
+    for ((k = 1; k <= NODES; k++)); do
+        until sinfo -h -n "node$k" -p main -o %T 2>/dev/null | grep -x idle >/dev/null &&
+            timeout 1 bash -c ": </dev/tcp/$NETWORK.$k/22" 2>/dev/null; do
+            if ((SECONDS >= deadline)); then
+                tail -n 5 "$DIR"/log/*.log >&2
+                exit 1
+            fi
+            sleep 0.2
         done
-        ((SECONDS < deadline)) || fail controller-slurmctld "node$k is not idle after 30 seconds."
-        sleep 0.2
     done
-}
-
-fail() {
-    echo "$2 The end of $1.log:" >&2
-    tail -n 5 "$DIR/log/$1.log" >&2
-    exit 1
 }
 
 undo() {
@@ -257,8 +219,9 @@ undo() {
 }
 
 up() {
-    ! is_up || refuse "A cluster is up already. To end it: bash 03-multi-node/tools/local_cluster.sh down"
-    [[ ! -e "$DIR/$MARK" ]] || clean_up # remains of a crash
+    [[ -z "$(processes switch)" ]] ||
+        refuse "A cluster is up already. To end it: bash 03-multi-node/tools/local_cluster.sh down"
+    [[ ! -e "$DIR" ]] || clean_up # remains of a crash
     check_free
     # Use no "$( )" after the daemons have started, because it can break bash's traps.
     local k sshd
@@ -288,7 +251,7 @@ END
 }
 
 down() {
-    [[ -e "$DIR/$MARK" ]] || { echo "No cluster was up." && exit; }
+    [[ -e "$DIR" ]] || { echo "No cluster was up." && exit; }
     trap '' INT TERM HUP
     clean_up
     echo "The cluster is down."
@@ -301,6 +264,6 @@ NODES=${2:-2}
 [[ "$NODES" =~ ^[1-9]$ ]] || refuse "NODES must be a number from 1 to 9, not '$NODES'."
 check_machine
 # Only one copy of this script runs at a time. A second one waits for the lock.
-exec 9<"$(dirname "$DIR")"
+exec 9</run
 flock 9
 "$VERB"
