@@ -55,27 +55,20 @@ def main() -> None:
     def read(held_out: bool) -> Iterator[str]:
         return (each.text for each in documents.read() if each.held_out == held_out)
 
-    sizes = {
-        part: sum(map(len, read(held_out)))
-        for part, held_out in (("training", False), ("evaluation", True))
-    }
-    for part, size in sizes.items():
-        if not size:
-            raise RunError(f"The {part} part of {args.dataset_name} is empty: give more text.")
+    trained_on, evaluated_on = (sum(map(len, read(held_out))) for held_out in (False, True))
+    if not (trained_on and evaluated_on):
+        raise RunError(f"{args.dataset_name} is too short to hold text out: give more text.")
     tokenizer = train(args.kind, args.vocab_size, args.min_frequency, read(held_out=False))
     counts = measure(tokenizer, read(held_out=True))
 
-    try:
-        tokenizer.save_pretrained(target)
-    except OSError as error:
-        raise RunError(f"{target} could not be written ({error.strerror}).") from error
+    tokenizer.save_pretrained(target)
     known_tokens = 1 - counts["unknown tokens"] / counts["tokens"]
-    known_characters = 1 - counts["unknown characters"] / sizes["evaluation"]
+    known_characters = 1 - counts["unknown characters"] / evaluated_on
     print(
         f"{target}: {KINDS[args.kind]}, {len(tokenizer):,} tokens, trained on "
-        f"{sizes['training']:,} characters of {args.dataset_name}\n"
-        f"evaluated on {sizes['evaluation']:,} other characters: "
-        f"{counts['tokens'] / sizes['evaluation']:.3f} tokens per character\n"
+        f"{trained_on:,} characters of {args.dataset_name}\n"
+        f"evaluated on {evaluated_on:,} other characters: "
+        f"{counts['tokens'] / evaluated_on:.3f} tokens per character\n"
         f"the vocabulary covers {known_characters:.2%} of these characters and {known_tokens:.2%} "
         f"of the tokens; {counts['unknown tokens']:,} tokens are unknown\n"
         f"to train with it: python 01-single-gpu/train_llm.py --tokenizer-name {target}"

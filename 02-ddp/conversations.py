@@ -7,12 +7,9 @@ import logging
 import sys
 import sysconfig
 import textwrap
-import warnings
 from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
 
-import jinja2
 import torch
 import xxhash
 from torch.utils.data import Dataset
@@ -24,9 +21,6 @@ from common.documents import BUILT_IN, NOT_CODE, is_held_out, load_table
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "01-single-gpu"))
 from chat import encode_chat, hide_special_tokens
-
-if TYPE_CHECKING:
-    import datasets
 
 logger = logging.getLogger(__name__)
 
@@ -124,16 +118,11 @@ def encode(messages: Messages, tokenizer: PreTrainedTokenizerBase) -> tuple[list
     for turn, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        try:
-            prompt = tokenizer.apply_chat_template(
-                messages[:turn], tokenize=False, add_generation_prompt=True
-            )
-            answered = tokenizer.apply_chat_template(messages[: turn + 1], tokenize=False)
-        except jinja2.TemplateError as error:  # some templates refuse a role, such as system
-            raise RunError(
-                f"The chat template of {name} does not accept {str(messages)[:60]}... ({error}): "
-                "change the messages or the template."
-            ) from error
+        # Some templates raise an error for a role, such as system.
+        prompt = tokenizer.apply_chat_template(
+            messages[:turn], tokenize=False, add_generation_prompt=True
+        )
+        answered = tokenizer.apply_chat_template(messages[: turn + 1], tokenize=False)
         if not (prompt.startswith(done) and answered.startswith(prompt)):
             raise RunError(
                 f"The chat template of {name} changes earlier messages when "
@@ -187,8 +176,7 @@ def stdlib_functions() -> tuple[list[Messages], list[Messages]]:
     for path in sorted(path for path in paths if not NOT_CODE.search(path)):
         source = (root / path).read_text(encoding="utf-8", errors="replace")
         try:
-            with warnings.catch_warnings(action="ignore"):  # of invalid escapes in strings
-                tree = ast.parse(source)
+            tree = ast.parse(source)
         except (SyntaxError, ValueError):
             continue
         lines = source.splitlines()
@@ -235,8 +223,8 @@ def read_table(args: argparse.Namespace) -> tuple[list[Messages], list[Messages]
     return parts
 
 
-def read_rows(rows: "datasets.Dataset", name: str, text_column: str | None) -> list[Messages]:
-    """Return the rows of one split as conversations.
+def read_rows(rows, name: str, text_column: str | None) -> list[Messages]:
+    """Return the rows of one split, a datasets.Dataset, as conversations.
 
     text_column: "QUESTION,ANSWER", or the name of one column of messages. The default is the column
     "messages", or otherwise COLUMNS.

@@ -29,7 +29,7 @@ that compiled layers of Llama recompute on their own.
 
 import math
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
@@ -312,7 +312,8 @@ class LiveBytes(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
-        for tensor in tensors_in(result):
+        results = result if isinstance(result, tuple | list) else (result,)
+        for tensor in (each for each in results if isinstance(each, torch.Tensor)):
             storage = tensor.untyped_storage()
             if storage not in self.known:
                 self.known[storage] = storage.nbytes()
@@ -326,15 +327,6 @@ class LiveBytes(TorchDispatchMode):
 
     def start(self, phase: str, layer: int) -> None:
         self.phases.append([phase, layer, self.alive])
-
-
-def tensors_in(result: object) -> Iterator[torch.Tensor]:
-    """Yield the tensors that an operation returned: one, or several in tuples and lists."""
-    if isinstance(result, torch.Tensor):
-        yield result
-    elif isinstance(result, tuple | list):
-        for item in result:
-            yield from tensors_in(item)
 
 
 class GpuKernels(TorchFunctionMode):

@@ -160,6 +160,10 @@ def test_bad_input(corpus, refuse, tmp_path):
     for target, args, expected in (
         ("mine", ("-d", corpus), "mine already exists"),
         ("new", ("-d", corpus, "--vocab-size", 256), "--vocab-size 256 is too small"),
-        ("new", ("-d", tmp_path / "short.json"), "short.json is empty: give more text."),
+        (
+            "new",
+            ("-d", tmp_path / "short.json"),
+            "short.json is too short to hold text out",
+        ),
     ):
         assert expected in refuse(SCRIPT, tmp_path / target, *args)
