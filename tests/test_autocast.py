@@ -9,20 +9,16 @@ import re
 from pathlib import Path
 
 import pytest
-from helpers import CHAPTERS, EXACT, ROOT, Ladder, Run, assert_exact, changed, hand_over, patch
+from helpers import CHAPTERS, EXACT, ROOT, Ladder, Run, changed, patch
 
 DDP, FSDP = CHAPTERS[1], CHAPTERS[4]
 DIFFS = [ROOT / FSDP / f"diffs/autocast-{chapter[:2]}.diff" for chapter in CHAPTERS[:3]]
-STEPS, MIDDLE = 20, 10
-FIRST_SCALE, LARGE_SCALE = 2.0**16, 2.0**22  # the first is GradScaler's own
+STEPS = 20
+FIRST_SCALE = 2.0**16  # GradScaler's own
 # How far a loss, a gradient norm and an evaluation's loss may be from float32's, relative. Measured
-# on a CPU: 3e-4 and 5e-3 in bf16, 6e-5, 8e-3 and 5e-4 in fp16; 7e-5 where a run goes on in chapter
-# 5. This narrow model's norm is small when the loss has fallen, so it differs more than the loss.
+# on a CPU: 3e-4 and 5e-3 in bf16, 6e-5, 8e-3 and 5e-4 in fp16.
+# This narrow model's norm is small when the loss has fallen, so it differs more than the loss.
 BANDS = {"bf16": (1e-3, 2e-2, 1e-3), "fp16": (3e-4, 2e-2, 1e-3)}
-# Some steps overflow, for real, until the scale is small enough.
-SCALER = "torch.amp.GradScaler(device.type,"
-TOO_LARGE = (SCALER, f"{SCALER} init_scale={LARGE_SCALE},")
-FP16 = ("--precision", "fp16")
 
 
 @pytest.mark.check
@@ -50,8 +46,7 @@ class Patched(Ladder):
             "plain": self.on(chapter=DDP),
             "fp32": self.on("--precision", "fp32"),
             "bf16": self.on(),  # the default
-            "fp16": self.on(*FP16, "-b", 3),
-            "large": self.on(*FP16, "--zero1", replaced=(TOO_LARGE,)),
+            "fp16": self.on("--precision", "fp16", "-b", 3),
         }
         self.selected = list(self.runs.values())
 
@@ -63,11 +58,6 @@ class Patched(Ladder):
     def __getitem__(self, name: str) -> Path:
         """Return the folder of a run."""
         return self.folder / self.run(self.runs[name])
-
-    def resume(self, source: Path, run: Run) -> Path:
-        """Go on with a copy of a run from the middle; return the folder."""
-        hand_over(source, self.folder / run.name, MIDDLE)
-        return self.folder / self.run(run)
 
     def column(self, run_dir: Path, key: str) -> list[float | None]:
         return [line[key] for line in self.metrics(run_dir.name) if key in line]
@@ -96,26 +86,3 @@ def test_16_bits_are_close_to_float32(runs, precision):
     assert losses != runs.column(expected, "loss"), "nothing was cast"
     scales = runs.column(found, "loss_scale")
     assert scales == ([FIRST_SCALE] * STEPS if precision == "fp16" else [])
-
-
-@pytest.mark.ci
-def test_goes_on_with_the_scale_it_had_in_any_chapter(runs):
-    """In the patched one bit by bit, in chapter 5 and back, and in a chapter that has no scale."""
-    straight = runs["large"]
-    skipped = [norm is None for norm in runs.column(straight, "grad_norm")]
-    assert sum(skipped) >= 3 and not any(skipped[MIDDLE:])
-    scales = runs.column(straight, "loss_scale")
-    assert scales[MIDDLE] == LARGE_SCALE / 2 ** sum(skipped)
-    assert None not in runs.column(straight, "loss")
-
-    patched = (*FP16, "--zero1", "--keep-checkpoints")
-    again = runs.resume(straight, runs.on(*patched, 10, replaced=(TOO_LARGE,)))
-    there = runs.resume(straight, runs.on(*FP16, chapter=FSDP))
-    back = runs.resume(there, runs.on(*patched, 11))
-    plain = runs.resume(straight, runs.on("--keep-checkpoints", 12, chapter=DDP))
-    for found in (again, there, back, plain):
-        expected, losses = (runs.column(path, "loss") for path in (straight, found))
-        assert losses[:MIDDLE] == expected[:MIDDLE] and len(losses) == STEPS
-        assert losses == pytest.approx(expected, rel=BANDS["fp16"][0])
-        assert runs.column(found, "loss_scale") == scales[: MIDDLE if found == plain else STEPS]
-    assert_exact(straight, again)

@@ -1,7 +1,6 @@
 """A run becomes a folder that transformers loads, with the run's own numbers, and trains on."""
 
 import os
-import shutil
 import signal
 from pathlib import Path
 
@@ -163,23 +162,6 @@ def test_bad_input(runs, refuse, tmp_path):
         assert sentence in refuse(SCRIPT, args[0], tmp_path / "model", *args[1:])
     assert f"{tmp_path} already exists" in refuse(SCRIPT, run, tmp_path)
     assert "could not be written (File exists)" in refuse(SCRIPT, run, thesis / "model")
-
-
-@pytest.mark.nightly
-def test_damaged_runs(runs, export, refuse, tmp_path):
-    """Another step can still be exported."""
-    run, target = tmp_path / "run", tmp_path / "model"
-    shutil.copytree(runs / "gpt2", run)
-    (file,) = run.glob("checkpoints/step-00000004/*.distcp")
-    os.truncate(file, 1000)
-    said = refuse(SCRIPT, run, target)
-    assert said.startswith(f"The checkpoint {file.parent} cannot be read (")
-    assert said.endswith("): give another --step.")
-    export(run, target, "--step", 2)
-    compare(target, read_run(runs / "gpt2", "gpt2-tiny", 2))
-    shutil.rmtree(target)
-    (file.parent / "settings.json").write_text("{")
-    assert "settings.json is missing or damaged" in refuse(SCRIPT, run, target)
 
 
 def kill_at_rename() -> None:

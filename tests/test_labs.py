@@ -8,7 +8,6 @@ import labs
 import nbformat
 import pytest
 from helpers import CHAPTERS, ROOT, environment, name_of
-from nbclient.exceptions import CellExecutionError
 
 
 @pytest.mark.check
@@ -60,27 +59,6 @@ def test_a_command_that_fails_stops_a_notebook():
         source = "\n".join(cell.source for cell in cells if cell.cell_type == "code")
         assert not any(line.startswith(("!", "%%bash")) for line in source.splitlines())
         assert source.count("subprocess.run(") == source.count("check=True")
-
-
-@pytest.mark.ci
-def test_a_cell_that_fails_shows_the_error_of_its_rank(tmp_path):
-    rank = """%%writefile rank.py
-import torch.distributed as dist
-
-dist.init_process_group("gloo")
-if dist.get_rank() == 1:
-    raise ValueError("the cause")
-dist.barrier()"""
-    start = """import subprocess
-import sys
-
-torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
-subprocess.run([*torchrun, "2", "rank.py"], check=True)"""
-    cells = [nbformat.v4.new_code_cell(source) for source in (rank, start, "%%writefile after\n1")]
-    nbformat.write(nbformat.v4.new_notebook(cells=cells), tmp_path / "lab.ipynb")
-    with pytest.raises(CellExecutionError, match="ValueError: the cause"):
-        labs.execute(tmp_path / "lab.ipynb", environment())
-    assert (tmp_path / "rank.py").exists() and not (tmp_path / "after").exists()
 
 
 @pytest.mark.check

@@ -50,21 +50,12 @@ def flags(corpus, tmp_path) -> list[object]:
             {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0"},
             "RANK is set but MASTER_ADDR is not: use torchrun, or set both.",
         ),
-        ({"PMI_RANK": "1"}, "PMI_RANK is 1, so there are several processes, but this one cannot"),
-        ({"SLURM_NTASKS": "4"}, "SLURM_NTASKS is 4, .* start it with torchrun, srun or Open MPI's"),
     ],
 )
 def test_variables_that_are_missing_or_wrong(monkeypatch, place, sentence):
     monkeypatch.setattr(os, "environ", dict(place))
     with pytest.raises(RunError, match=sentence):
         launch.prepare_environment()
-
-
-@pytest.mark.check
-def test_one_process_of_a_job_trains_alone_if_it_is_told_to(monkeypatch):
-    monkeypatch.setattr(os, "environ", {"SLURM_NTASKS": "4", "WORLD_SIZE": "1"})
-    launch.prepare_environment()
-    assert (os.environ["RANK"], os.environ["LOCAL_RANK"]) == ("0", "0")
 
 
 @pytest.mark.check

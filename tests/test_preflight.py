@@ -69,7 +69,10 @@ def test_a_slow_network_is_named(tmp_path):
 
 
 @pytest.mark.ci
-def test_a_rank_that_hangs_is_named(tmp_path):
+@pytest.mark.parametrize(
+    ("n_started", "stage"), [(1, "start: after 5"), (2, "shared folder: after 15.0")]
+)
+def test_a_rank_that_does_not_start_or_hangs_is_named(tmp_path, n_started, stage):
     store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
     ranks = [
         start(
@@ -79,25 +82,13 @@ def test_a_rank_that_hangs_is_named(tmp_path):
             plant=fall_asleep if rank else None,
             stdout_file=str(tmp_path / f"stdout-{rank}"),
         )
-        for rank in range(2)
+        for rank in range(n_started)
     ]
-    assert finish(ranks[0]) == 1
-    ranks[1].kill()
+    assert finish(ranks.pop(0)) == 1
+    for rank in ranks:
+        rank.kill()
     said = (tmp_path / "stdout-0").read_text().splitlines()[-1]
-    assert said == f"Failed: shared folder: after 15.0 s, ranks 0 on {HOST} came, ranks 1 did not."
-
-
-def test_a_rank_that_does_not_come_is_named(tmp_path):
-    store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-    process = start(
-        ["--timeout", 2, "--save-dir", tmp_path],
-        script=str(SCRIPT),
-        env={**place_of(0, 2), "MASTER_PORT": store.port},
-        stdout_file=str(tmp_path / "stdout"),
-    )
-    assert finish(process) == 1
-    said = (tmp_path / "stdout").read_text().splitlines()[-1]
-    assert said == f"Failed: start: after 2 s, ranks 0 on {HOST} came, ranks 1 did not."
+    assert said == f"Failed: {stage} s, ranks 0 on {HOST} came, ranks 1 did not."
 
 
 # --- on the nodes of the local cluster ---
@@ -160,16 +151,6 @@ def test_all_that_is_different_on_node2(cluster, tmp_path):
     assert len(faults) == len(patterns), faults
     for fault, pattern in zip(faults, patterns, strict=True):
         assert re.fullmatch(pattern, fault), fault
-
-
-@pytest.mark.ci
-def test_a_node_that_does_not_start_is_named(cluster, tmp_path):
-    status, said = check_nodes(
-        *(cluster, tmp_path, 21003, "--timeout", 10),
-        first="if [[ $(hostname) == node2 ]]; then sleep 40; exit; fi",
-    )
-    assert status == 1
-    assert "ranks 0, 1 on node1 came, ranks 2, 3 did not (the nodes are node[1-2])." in said, said
 
 
 # --- on GPUs ---

@@ -88,40 +88,6 @@ def test_data_and_checkpoints_at_an_address(bucket, run, monkeypatch, tmp_path):
 # --- bad input ---
 
 
-@pytest.mark.nightly
-def test_stores_that_cannot_be_used(s3, run, monkeypatch, tmp_path):
-    """There is no bucket, no server, no package, no such kind of store."""
-    texts = write_corpus(tmp_path)
-
-    def refused(address: str) -> list[str]:
-        """Return the last line for an address of checkpoints, and for one of data."""
-        places = (("-d", texts, "--checkpoint-dir", address), ("-d", f"{address}/corpus.json"))
-        ended = [run(*args) for args in places]
-        assert [status for status, _ in ended] == [2, 2]
-        return [lines[-1] for _, lines in ended]
-
-    saving, reading = refused("s3://nowhere/runs")
-    assert "s3://nowhere/runs/run could not be used (The specified bucket does not exist)" in saving
-    assert reading.startswith("'s3://nowhere/runs/corpus.json' cannot be read (The specified b")
-    assert not store().exists("nowhere"), "s3fs would have made it"
-    with monkeypatch.context() as patch:
-        patch.setenv("AWS_ENDPOINT_URL", "http://127.0.0.1:9")  # nothing listens there
-        s3fs.S3FileSystem.clear_instance_cache()
-        for sentence in refused("s3://bucket/runs"):
-            assert 'Could not connect to the endpoint URL: "http://127.0.0.1:9/' in sentence
-    s3fs.S3FileSystem.clear_instance_cache()
-    for address, module in (("s3://bucket", "s3fs"), ("gs://bucket", "gcsfs"), ("s3://b", "upath")):
-        with monkeypatch.context() as patch:
-            patch.setitem(sys.modules, module, None)
-            patch.delitem(sys.modules["fsspec.registry"]._registry, "s3", raising=False)
-            for sentence in refused(address):
-                assert f"{address}" in sentence and "needs more packages (" in sentence
-    for sentence in refused("nosuch://bucket"):
-        assert "cannot be opened (" in sentence
-    status, lines = run("-d", texts, "--save-dir", "s3://bucket/runs")
-    assert (status, lines[-1][:30]) == (2, "--save-dir is a local folder; ")
-
-
 # --- data ---
 
 

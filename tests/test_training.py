@@ -6,14 +6,12 @@ import math
 import re
 import shutil
 import sys
-import time
 
 import numpy as np
 import pytest
 import torch
 from helpers import ROOT, plant, read_metrics, register, run_script
 from runner import load_script
-from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, BloomConfig
 
@@ -21,8 +19,6 @@ from common import models
 from common.data import ResumableSampler, Sequences, load_sequences
 from common.shards import Tokens
 from common.timers import PhaseTimers
-
-from model_by_hand import GPT2
 
 SCRIPT = "01-single-gpu/train_llm.py"
 FAST = ("-s", 32, "--max-steps", 20, "--log-freq", 1, "--warmup-steps", 5)
@@ -270,34 +266,3 @@ def test_default_training_runs_to_its_end(tmp_path):
     assert f"step {last['step']}/{last['step']} " in done.stderr
     assert 3.5 < last["eval_loss"] < 4.3
     assert 1.3 < last["bits_per_byte"] < 1.75
-
-
-@pytest.mark.nightly
-def test_a_step_costs_little_more_than_that_of_a_baseline_loop(train):
-    """At most 1.5 times as much, where 1.0 to 1.1 is usual, in a step that is short on purpose.
-
-    After each step of the script comes one of a loop with a GPT-2 written by hand, so that both see
-    the same machine. The clock is that of this process: others that run do not count.
-    """
-    model = GPT2(models.load_config("gpt2-tiny"))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3, fused=True)
-    ids = torch.randint(4096, (8, 32))
-    clock: list[float] = []
-
-    def alternate(stepped: torch.optim.Optimizer, *_: object) -> None:
-        if stepped is optimizer:
-            return
-        clock.append(time.process_time())
-        model(ids, ids).backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        clock.append(time.process_time())
-
-    hook = register_optimizer_step_post_hook(alternate)
-    try:
-        train("-s", 32, "--global-batch-size", 8, "--max-steps", 100)
-    finally:
-        hook.remove()
-    laps = np.diff(clock)[40:]  # the first steps warm up
-    assert np.median(laps[1::2]) < 1.5 * np.median(laps[::2])
