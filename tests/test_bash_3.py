@@ -63,8 +63,7 @@ def test_launch_files_start_the_script_with_this_machines_bash(arguments, tmp_pa
     program = tmp_path / "python"
     program.write_text('#!/bin/sh\necho "$@"\n')
     program.chmod(0o755)
-    for name in ("mpirun", "ssh"):
-        (tmp_path / name).symlink_to(program)
+    (tmp_path / "ssh").symlink_to(program)
     env = {"PATH": f"{tmp_path}:{os.environ['PATH']}", "HOME": tmp_path, "NPROC_PER_NODE": "2"}
     env["VIRTUAL_ENV"] = "active"
     (tmp_path / "hosts").write_text("# two of them\nnode1 \n\nnode2\n")

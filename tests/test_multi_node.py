@@ -7,6 +7,7 @@ What each process trains on is noted by tests/hooks/sitecustomize.py.
 import json
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -17,7 +18,7 @@ from pathlib import Path
 
 import pytest
 from cluster import PATIENCE_S, Cluster, give_up
-from helpers import EXACT, ROOT, read_metrics
+from helpers import EXACT, ROOT, commands, read_metrics
 from runner import finish, start
 from transformers import AutoTokenizer
 
@@ -225,12 +226,23 @@ def test_same_losses_with_job_srun_sbatch(lab):
 
 
 @pytest.mark.nightly
-def test_same_losses_with_launch_mpirun(lab):
+def test_same_losses_with_mpirun(lab):
+    """The command of the page, with two processes on each node, and what the test notes."""
     if shutil.which("mpirun") is None:
         give_up("mpirun not found: apt-get install openmpi-bin")
     root = {"OMPI_ALLOW_RUN_AS_ROOT": 1, "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": 1}
-    env = {"HOSTS": "node1:2,node2:2", "SSH": f"ssh -F {lab.cluster.ssh_config}", **root}
-    process = lab.launch("mpi", "bash", "03-multi-node/launch_mpirun.sh", **env)
+    page = (ROOT / "03-multi-node/topics/mpi.md").read_text()
+    (command,) = [line for _, line in commands(page) if "/run/local-cluster/ssh_config" in line]
+    for shown, here in {
+        "-np 2": "-np 4",
+        "node1:1,node2:1": "node1:2,node2:2",
+        "/run/local-cluster/ssh_config": str(lab.cluster.ssh_config),
+        ".venv/bin/python": f"-x NOTES -x PYTHONPATH -x WANDB_MODE {sys.executable}",
+        "-e my-mpi-run --max-steps 100": "",
+    }.items():
+        assert command.count(shown) == 1
+        command = command.replace(shown, here)
+    process = lab.launch("mpi", *shlex.split(command), **root)
     assert process.wait(PATIENCE_S) == 0, lab.log("mpi")
     assert_two_by_two(lab, "mpi")
 
