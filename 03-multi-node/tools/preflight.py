@@ -26,7 +26,7 @@ import torch.distributed as dist
 import xxhash
 
 from common import cli, launch
-from common.cli import RunError, at_least
+from common.cli import at_least
 
 ROOT = Path(__file__).resolve().parents[2]
 SIZES = (2**12, 2**20, 2**24, 2**28)  # bytes of an all-reduce
@@ -127,17 +127,6 @@ def compare(nodes: dict[str, dict[str, str]]) -> list[str]:
     return faults
 
 
-def write_file(save_dir: Path) -> str:
-    """Write a file that all nodes should see, and return its name."""
-    name = f".preflight-{uuid.uuid4().hex}"
-    try:
-        save_dir.mkdir(parents=True, exist_ok=True)
-        (save_dir / name).touch()
-    except OSError as error:
-        raise RunError(f"Cannot write to --save-dir {save_dir} ({error.strerror}).") from error
-    return name
-
-
 def wait_for(file: Path) -> bool:
     """Return whether this node sees a file."""
     deadline = time.monotonic() + SEEN_WITHIN_S
@@ -195,7 +184,10 @@ def main() -> None:
         torch.cuda.set_device(device)
     save_dir, rank = Path(args.save_dir).resolve(), int(os.environ["RANK"])
     store = connect(args.timeout)
-    name = write_file(save_dir) if rank == 0 else ""
+    name = f".preflight-{uuid.uuid4().hex}"  # of a file that all nodes should see
+    if rank == 0:
+        save_dir.mkdir(parents=True, exist_ok=True)
+        (save_dir / name).touch()
     ranks = exchange(store, "start", (socket.gethostname(), describe_node(), name), args.timeout)
     hosts = [host for host, _, _ in ranks]
     say(f"came: {name_ranks(list(enumerate(hosts)))}")
