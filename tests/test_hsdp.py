@@ -5,12 +5,13 @@ What a launcher tells each rank makes it a node. test_resume_ranks.py resumes su
 
 import contextlib
 import json
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import Ladder, Run, assert_chapter_1, first_then_nightly, register, selected_runs
+from helpers import ROOT, Ladder, Run, assert_chapter_1, first_then_nightly, register, selected_runs
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
 CHAPTER = "04-fsdp"
@@ -85,3 +86,16 @@ for bug in BUGS.values():
 def test_planted_bug_is_noticed(ladder, run):
     with pytest.raises(AssertionError, match=r"^the nodes are others"):
         assert_two_dimensions(ladder, run)
+
+
+@pytest.mark.check
+def test_every_chapter_asks_slurm_for_the_same():
+    """What a later chapter's job file does not take over from chapter 3's, it repeats."""
+    files = sorted(ROOT.glob("[0-9]*/job.sbatch"))
+    assert len(files) > 1
+    asked = [re.findall("^#+SBATCH .*", file.read_text(), re.MULTILINE) for file in files]
+    assert all(lines == asked[0] for lines in asked) and len(asked[0]) == 10
+    for file in files[1:]:
+        body = file.read_text().partition("\nset -euo pipefail\n")[2]
+        assert body.endswith("\nsource 03-multi-node/job.sbatch\n")
+        assert body.count(file.parent.name) == 1 and "srun" not in body
