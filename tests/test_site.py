@@ -294,6 +294,18 @@ def test_no_page_is_wider_than_the_screen(visit, site, address, width, scheme):
 
 
 @pytest.mark.nightly
+def test_the_search_finds_words(visit):
+    page = visit("README.html")
+    page.get_by_placeholder("Search").fill("all-gather")
+    page.keyboard.press("Enter")
+    results = page.locator("ul.search li a")
+    results.first.wait_for()
+    page.wait_for_timeout(1000)
+    found = [link.get_attribute("href") for link in results.all()]
+    assert any(href.startswith("04-fsdp/README.html") for href in found), found
+
+
+@pytest.mark.nightly
 def test_a_hunk_leads_to_its_lines_and_back(visit):
     page = visit("04-fsdp/README.html")
     link = page.locator(".shown-lines a").first
@@ -305,6 +317,17 @@ def test_a_hunk_leads_to_its_lines_and_back(visit):
     row.locator("xpath=preceding-sibling::*[1]").locator("a").click()
     assert page.url.endswith(f"04-fsdp/README.html#train_llm-{anchor}")
     assert page.locator(f"[id='train_llm-{anchor}']").is_visible()
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("scheme", SCHEMES)
+def test_marked_lines_have_a_colour(visit, scheme):
+    page = visit("04-fsdp/train_llm.html", scheme=scheme)
+    colours = [
+        page.locator(f".row.{kind}").first.evaluate("row => getComputedStyle(row).backgroundColor")
+        for kind in ("new", "old", "same")
+    ]
+    assert len({*colours}) == 3, colours
 
 
 @pytest.mark.nightly
