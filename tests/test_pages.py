@@ -51,7 +51,7 @@ WORDS = {"reference.md": 2700, "measurements.md": 2700}
 WORDS |= {f"{chapter}/README.md": 2500 for chapter in CHAPTERS}
 WORDS |= {"README.md": 1000, "tests/README.md": 940}
 WORDS |= {
-    "03-multi-node/topics/diagnosing.md": 2650,
+    "03-multi-node/topics/diagnosing.md": 1800,
     "05-mixed-precision/topics/beyond.md": 1800,
 }
 UNFOLDED_WORDS = 600  # of the front page
