@@ -23,6 +23,7 @@ N_BYTES = 256
 NO_SPACES = r"\p{Han}\p{Hiragana}\p{Katakana}"
 WORD = rf"[{NO_SPACES}]| ?[\w&&[^{NO_SPACES}]]+| ?[^\w\s]|\n+| +|\s"
 CHARACTER = r"[\s\S]"
+LONG_WORD = r"\S{1000}"
 KINDS = {"bpe": "byte-level BPE", "word": "words", "character": "characters"}
 
 
@@ -88,7 +89,11 @@ def train(
     if kind == "bpe":
         tokenizer = Tokenizer(models.BPE())
         # Works on bytes, so that it can encode any text.
-        tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False)
+        # In text without spaces, such as DNA, a word may have a megabyte, and each merge would go
+        # through all of it: cut long words for the training.
+        cut = pre_tokenizers.Split(Regex(LONG_WORD), "isolated")
+        tokenizer.pre_tokenizer = pre_tokenizers.Sequence([cut, byte_level])
         tokenizer.decoder = decoders.ByteLevel()
         tokenizer.post_processor = processors.ByteLevel(trim_offsets=False)
         alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
@@ -103,6 +108,8 @@ def train(
         trainer = trainers.WordLevelTrainer(special_tokens=[END_OF_TEXT, UNKNOWN], **common)
         special["unk_token"] = UNKNOWN
     tokenizer.train_from_iterator(texts, trainer)
+    if kind == "bpe":
+        tokenizer.pre_tokenizer = byte_level
     options = {"tokenizer_object": tokenizer, "clean_up_tokenization_spaces": False}
     return PreTrainedTokenizerFast(**options, **special)
 

@@ -4,6 +4,7 @@ import json
 import random
 import re
 import shutil
+import time
 from collections import Counter
 from pathlib import Path
 
@@ -65,6 +66,21 @@ def test_scripts_without_spaces_are_split_into_characters():
     """A run of Han characters is not one word; Latin words beside them are."""
     tokenizer = load_script(SCRIPT).train("word", 100, 1, iter(["深度学习, GPU 的"]))
     assert tokenizer.tokenize("深度学习, GPU 的") == [*"深度学习,", " GPU", " ", "的"]
+
+
+def test_text_without_spaces_takes_no_longer():
+    """Such as DNA. Without the cut, this takes minutes, and each letter more takes longer."""
+    letters = "".join(random.Random(0).choices("ACGT", k=300_000))
+    script = load_script(SCRIPT)
+    start = time.process_time()
+    tokenizer = script.train("bpe", 1000, 2, iter([letters]))
+    assert time.process_time() - start < 60
+    ids = tokenizer(letters[:5000])["input_ids"]
+    assert len(tokenizer) == 1000 and len(ids) < 1500 and tokenizer.decode(ids) == letters[:5000]
+    words = [f"word{n % 300} " for n in range(3000)]
+    kept = script.train("bpe", 400, 2, iter(["".join(words)])).get_vocab()
+    script.LONG_WORD = r"\S{100000}"
+    assert script.train("bpe", 400, 2, iter(["".join(words)])).get_vocab() == kept
 
 
 # In Python's expressions there is no Han.
