@@ -128,7 +128,7 @@ def main() -> None:
     cli.start_log(args, device)
     # Slurm sends a signal before it ends a job. Only note it: all ranks have to stop together.
     stop_signals = []
-    for number in (signal.SIGTERM, signal.SIGUSR1):
+    for number in launch.signals_to_handle():  # SIGTERM, SIGUSR1 and, without nohup, SIGHUP
         signal.signal(number, lambda received, frame: stop_signals.append(received))
     # If a rank does not join a collective, the others fail after --dist-timeout seconds.
     dist.init_process_group(

@@ -130,9 +130,8 @@ def start_log(args: argparse.Namespace, device: torch.device) -> None:
 
     Rank 0 logs what is INFO, other ranks only warnings. With ranks, a line names host and rank.
     """
-    rank = os.environ.get("RANK")
-    has_rank = rank is not None and "WORLD_SIZE" in os.environ
-    place = f"[{socket.gethostname()}] [rank {rank}] " if has_rank else ""
+    has_rank = {"RANK", "WORLD_SIZE"} <= os.environ.keys()
+    place = f"[{socket.gethostname()}] [rank {os.environ['RANK']}] " if has_rank else ""
     logging.basicConfig(
         level=logging.INFO if is_rank_0() else logging.WARNING,
         format=f"[%(asctime)s] {place}%(message)s",

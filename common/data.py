@@ -42,10 +42,8 @@ def load_sequences(
 
     Raises RunError for an unknown data set or column, or a corpus shorter than one sequence.
     """
-    if files := find_shards(args.dataset_name):
-        parts = open_shards(files, tokenizer)
-    else:
-        parts = tokenize(args, tokenizer)
+    files = find_shards(args.dataset_name)
+    parts = open_shards(files, tokenizer) if files else tokenize(args, tokenizer)
     train, evaluation = (Sequences(tokens, args.seq_length) for tokens in parts)
     for part, sequences in (("training", train), ("evaluation", evaluation)):
         if not len(sequences):

@@ -346,9 +346,8 @@ def read_table(table: "DatasetDict", name: str, text_column: str | None) -> Iter
     is_clear = len(columns) == 1 and "list" not in types.values()
     column = text_column or (columns[0] if is_clear else "text")
     if column not in columns:
-        found = (
-            f"give --text-column one of {', '.join(columns)}" if columns else "no column is text"
-        )
+        names = ", ".join(columns)
+        found = f"give --text-column one of {names}" if columns else "no column is text"
         raise RunError(f"{name} has no text column {column!r}: {found}.")
     parts = {split: table[split] for split in ("train", "validation") if split in table}
     sizes = [f"{len(part):,} ({split})" for split, part in parts.items()]

@@ -71,9 +71,7 @@ def prepare_environment() -> None:
     present = [name for name in RANK_VARIABLES if name in os.environ]
     # srun and mpirun set no address, and a single process needs none.
     if not present or os.environ.get("WORLD_SIZE") == "1":
-        os.environ |= {"RANK": "0", "LOCAL_RANK": "0"}
-        for name, value in SINGLE_PROCESS.items():
-            os.environ.setdefault(name, value)
+        os.environ |= {**SINGLE_PROCESS, **os.environ, "RANK": "0", "LOCAL_RANK": "0"}
     if missing := [name for name in RANK_VARIABLES if name not in os.environ]:
         raise RunError(f"{present[0]} is set but {missing[0]} is not: use torchrun, or set both.")
     local_size = int(os.environ.get("LOCAL_WORLD_SIZE", int(os.environ["LOCAL_RANK"]) + 1))
@@ -231,10 +229,16 @@ def _exit(status: int) -> NoReturn:
     os._exit(status)
 
 
+def signals_to_handle() -> list[signal.Signals]:
+    """Return the signals that tell a rank to stop; nohup makes it ignore one, the hang-up."""
+    hang_up = [] if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else [signal.SIGHUP]
+    return [signal.SIGTERM, signal.SIGUSR1, *hang_up]
+
+
 def ignore_stop_signals(worker: int) -> None:
     """Make a data worker ignore the signals that tell its rank to stop; the rank ends it."""
-    signal.signal(signal.SIGTERM, signal.SIG_IGN)
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+    for number in signals_to_handle():
+        signal.signal(number, signal.SIG_IGN)
 
 
 def restore_stop_handlers() -> None:
@@ -242,7 +246,7 @@ def restore_stop_handlers() -> None:
 
     Triton compiles kernels with LLVM, whose handlers replace Python's and ignore SIGUSR1.
     """
-    for number in (signal.SIGTERM, signal.SIGUSR1):
+    for number in signals_to_handle():
         signal.signal(number, signal.getsignal(number))
 
 

@@ -58,6 +58,10 @@ while IFS= read -r WORD; do
     PREVIOUS=$WORD
 done < <(words "$@")
 RUN="${SAVE_DIR/#\~/$HOME}/$NAME"
+# torchrun would handle a hang-up that nohup has made this process ignore, and end the run.
+if [[ -n "$(trap -p HUP)" ]]; then
+    export PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGQUIT
+fi
 # Show the lines of rank 0 without torchrun's prefix, because they already contain the rank.
 # shellcheck disable=SC2016
 export TORCHELASTIC_LOG_LINE_PREFIX_TEMPLATE='${role_name}'

@@ -151,19 +151,14 @@ def sequence_length(config: PretrainedConfig, seq_length: int | None) -> int:
 
     Raises RunError if the sequence is longer than the positions.
     """
-    positions = n_positions(config)
-    if seq_length is not None and seq_length > positions:
-        raise RunError(
-            f"The model has {positions} positions: --seq-length {seq_length} is more than that, so "
-            "give a smaller one."
-        )
-    return seq_length or min(positions, 1024)
+    limit = n_positions(config)
+    if seq_length is not None and seq_length > limit:
+        raise RunError(f"The model has {limit} positions: --seq-length {seq_length} is too long.")
+    return seq_length or min(limit, 1024)
 
 
 def load_pretrained(
-    name: str,
-    config: PretrainedConfig | None,
-    model_class: type = AutoModelForCausalLM,
+    name: str, config: PretrainedConfig | None, model_class: type = AutoModelForCausalLM
 ) -> PreTrainedModel:
     """Load a model with its pretrained weights, in float32, on the CPU.
 

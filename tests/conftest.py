@@ -189,7 +189,7 @@ def train(tmp_path, monkeypatch):
         script.main()
         return read_metrics(tmp_path / name)
 
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    handlers = {number: signal.getsignal(number) for number in launch.signals_to_handle()}
     yield run
     for number, handler in handlers.items():
         signal.signal(number, handler)

@@ -244,7 +244,7 @@ def _run_in_series(
     os.environ["MASTER_PORT"] = str(port)
     sys.argv = [f"{chapter}/train_llm.py", *args]
     random.seed(12345)
-    handlers = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGUSR1)}
+    handlers = {number: signal.getsignal(number) for number in launch.signals_to_handle()}
     with contextlib.ExitStack() as stack:
         if samples_file:
             stack.enter_context(_note_samples(Path(samples_file)))

@@ -220,12 +220,6 @@ def interrupted_while_it_trains_on(cell: Cell) -> int:
     return 20
 
 
-def hung_up_while_it_trains_on(cell: Cell) -> int:
-    action = functools.partial(send, signal.SIGHUP)
-    assert cell.start(kill_in_save=(4, "writing", action)) == -signal.SIGHUP
-    return 15
-
-
 def diverge() -> None:
     clip, norms = gradients.clip_grad_norm, []
 
@@ -263,10 +257,10 @@ ROWS: dict[str, Callable[[Cell], int | None]] = {
     "a full disk": a_full_disk,
 }
 IN_BACKGROUND: dict[str, Callable[[Cell], int]] = {
+    "killed: writing": functools.partial(killed, "writing"),
     "killed: written": functools.partial(killed, "written"),
     "killed: complete": functools.partial(killed, "complete"),
     "Ctrl-C": interrupted_while_it_trains_on,
-    "a hang-up": hung_up_while_it_trains_on,
     "a divergence": diverged_while_it_trains_on,
     "a full disk": a_full_disk,
 }

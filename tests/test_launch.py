@@ -2,6 +2,7 @@
 
 import argparse
 import errno
+import functools
 import os
 import re
 import shutil
@@ -272,6 +273,47 @@ def test_ctrl_c_reaches_all_ranks(hit):
     _, said = hit("02-ddp", lambda agent, _: os.killpg(agent, signal.SIGINT))
     found = [line for line in said.splitlines() if "Interrupted" in line]
     assert found == [f"Interrupted. {launch.RESUMES}"]
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(
+    ("words", "steps"),
+    [
+        (["nohup", "bash", "02-ddp/launch.sh"], 100),
+        (["nohup", "bash", "03-multi-node/launch_torchrun.sh"], 100),
+        (["bash", "03-multi-node/launch_torchrun.sh"], 10**5),
+    ],
+)
+def test_a_terminal_that_closes(flags, tmp_path, words, steps):
+    """It hangs up on all processes. With nohup the run goes on, without it the run saves first."""
+    with (tmp_path / "said").open("w") as said:
+        agent = subprocess.Popen(
+            [*words, *map(str, [*flags, "-e", "run", "--max-steps", steps])],
+            cwd=ROOT,
+            env=environment(NPROC_PER_NODE=2, OMP_NUM_THREADS=1, WANDB_MODE="disabled"),
+            stdout=said,
+            stderr=said,
+            start_new_session=True,
+            # The tests may have been started with nohup themselves.
+            preexec_fn=functools.partial(signal.signal, signal.SIGHUP, signal.SIG_DFL),
+        )
+    try:
+        wait_for_file(tmp_path / "run/metrics.jsonl", lambda: agent.poll() is None)
+        workers = children(agent.pid)
+        os.killpg(agent.pid, signal.SIGHUP)
+        if "nohup" in words:  # the ranks have process groups of their own
+            for worker in workers:
+                os.kill(worker, signal.SIGHUP)
+        status = agent.wait(300)
+    finally:
+        agent.kill()
+    said = (tmp_path / "said").read_text()
+    last = read_metrics(tmp_path / "run")[-1]["step"]
+    if "nohup" in words:
+        assert (status, last) == (0, steps), said
+    else:
+        assert f"Told to stop; saved after step {last}. {launch.RESUMES}" in said
+        assert newest_step(tmp_path / "run") == last < steps
 
 
 @pytest.mark.ci

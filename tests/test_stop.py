@@ -24,7 +24,7 @@ from runner import after_steps
 from common import launch
 
 FIRST, _, LAST = CHAPTERS[2:]
-TERM, USR1 = int(signal.SIGTERM), int(signal.SIGUSR1)
+TERM, USR1, HUP = int(signal.SIGTERM), int(signal.SIGUSR1), int(signal.SIGHUP)
 # Ranks agree on a stop at steps that are logged. At these, no other checkpoint is due.
 LOG_EVERY, SAVE_EVERY = 7, 28
 SIGNAL_AFTER = 3  # steps of each process: in the middle between two log lines
@@ -102,6 +102,19 @@ def test_stopped_and_stopped_again(runs, straight, chapter, stops, args):
     runs.assert_same(expected, name)
     assert len(runs.samples(name)) == RESUMED_STEPS, "a stop repeats no step"
     assert not (runs.folder / name / "requeue").exists()
+
+
+@pytest.mark.ci
+def test_a_hang_up_is_a_signal_to_stop_unless_it_is_ignored(runs, straight):
+    """As by nohup, which the run inherits."""
+    handle, ignore = (
+        functools.partial(signal.signal, HUP, handler)
+        for handler in (signal.SIG_DFL, signal.SIG_IGN)
+    )
+    statuses = runs.stop("hung-up", FIRST, signals=([], [HUP]), plant=handle)
+    runs.assert_stopped("hung-up", statuses, LOG_EVERY)
+    assert runs.stop("hung-up", FIRST, signals=([HUP], [HUP]), plant=ignore) == [0, 0]
+    runs.assert_same(straight(FIRST), "hung-up")
 
 
 def replace_the_handler() -> None:
