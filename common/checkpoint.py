@@ -30,7 +30,6 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint import CheckpointException
-from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
@@ -41,6 +40,11 @@ from transformers import PretrainedConfig
 from common import launch, storage
 from common.cli import RunError
 from common.data import Sequences
+
+try:
+    from torch.distributed.checkpoint import FsspecReader, FsspecWriter
+except ImportError:  # up to PyTorch 2.14, the module is private
+    from torch.distributed.checkpoint._fsspec_filesystem import FsspecReader, FsspecWriter
 
 logger = logging.getLogger(__name__)
 

@@ -33,13 +33,13 @@ import transformers.models.gpt2.modeling_gpt2
 import transformers.models.llama.modeling_llama  # noqa: F401
 from torch.distributed import TCPStore
 from torch.distributed.checkpoint import filesystem
-from torch.distributed.checkpoint._fsspec_filesystem import FileSystem as StoreFileSystem
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.hooks import RemovableHandle
 
 from common import checkpoint, cli, data, launch, storage
 
 ROOT = Path(__file__).parents[1]
+StoreFileSystem = type(checkpoint.FsspecReader("memory://").fs)
 # Of a save: before and after settings.json, in the middle of the files, before .metadata gets its
 # name, before `newest` names the new checkpoint, and when an older one has lost its .metadata.
 SAVE_STAGES = ("begun", "settings", "writing", "written", "complete", "deleting")
