@@ -280,7 +280,8 @@ def cannot_load(kind: str, name: str, cause: Exception) -> RunError:
     reason = textwrap.shorten(str(cause), 300, placeholder=" ...").rstrip(".:")
     reason = reason or type(cause).__name__
     if Path(name).exists():
-        return RunError(f"{name} has no usable {kind} ({reason}): check or replace its files.")
+        end = ", or keep only the text column." if kind == "data set" else "."
+        return RunError(f"{name} has no usable {kind} ({reason}): check or replace its files{end}")
     return RunError(
         f"There is no {kind} {name!r}: it is no preset and no local path, and the hub says: "
         f"{reason}. Without a network, use -d python-stdlib and -m gpt2-tiny, or local paths."

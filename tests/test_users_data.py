@@ -181,6 +181,8 @@ def test_fields_of_csv(tmp_path, tokenizer):
 STRAY = [f"{n},text {n}" for n in range(200)]
 STRAY[57], STRAY[120] = '57,"Text" 57', '120,"text 120'
 LOST = "\n".join([*STRAY[:57], '57,"text 57', *STRAY[58:120]])
+# A column that has nothing else for more than the 10 MB that are read at once, and then a string.
+CHANGES = f'{{"text": "{"x" * 2**20}", "note": null}}\n' * 12 + '{"text": "end", "note": "a"}\n'
 REFUSED = [
     ({"a.txt": words("a"), "b.jsonl": TABLE, "README.md": "# It"}, "has files of several kinds ("),
     ({"a.jsonl": '{"id": "1", "messages": [{"role": "user"}]}\n'}, "give --text-column one of id."),
@@ -192,6 +194,8 @@ REFUSED = [
     ({"a.jsonl": TABLE, "b.jsonl": TABLE, "README.md": TWO}, "--dataset-subset one of ['one'"),
     ({"a.txt.zst": b"\x28\xb5\x2f\xfd"}, "has no file that ends in one of: .txt"),
     ({"a.jsonl": TABLE, "b.jsonl": lines("c", more=1)}, "no usable data set ("),
+    ({"a.jsonl": CHANGES}, "(Couldn't cast array of type string to null): check or replace its"),
+    ({"a.jsonl": CHANGES.replace("null", "1")}, "files, or keep only the text column."),
 ]
 
 
