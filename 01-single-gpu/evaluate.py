@@ -91,6 +91,9 @@ def main() -> None:
     # GPT-2 has no unknown token. Its unk_token is the end-of-text token.
     unknown = {tokenizer.unk_token_id} - {None, tokenizer.eos_token_id}
     n_unknown = sum(int(np.isin(stream, list(unknown)).sum()) for stream in streams)
+    if trained.begin is not None:
+        note += f"; each document begins with {tokenizer.bos_token}, as the tokenizer says"
+        streams = [add_begin(s, trained.begin, tokenizer.eos_token_id) for s in streams]
     windows = [
         (stream, begin, first)
         for stream in streams
@@ -99,8 +102,10 @@ def main() -> None:
 
     # --- loss ---
     total = torch.zeros(2, dtype=torch.float64, device=device)  # sum of losses, number of tokens
-    for batch in make_batches(windows[rank::world_size], seq_length, args.batch_size):
-        total += score(model, *(tensor.to(device) for tensor in batch))
+    for input_ids, labels in make_batches(windows[rank::world_size], seq_length, args.batch_size):
+        if trained.begin not in (None, tokenizer.eos_token_id):
+            labels[input_ids == trained.begin] = IGNORED  # it is no part of the text
+        total += score(model, input_ids.to(device), labels.to(device))
     if world_size > 1:
         backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
         dist.init_process_group(backend, device_id=device if cuda else None)
@@ -132,6 +137,15 @@ def main() -> None:
         content = {"origin": trained.origin, **settings, **results}
         with args.output.open("x", encoding="utf-8") as file:
             file.write(json.dumps(content, indent=1, default=str) + "\n")
+
+
+def add_begin(stream: np.ndarray, begin: int, end: int) -> np.ndarray:
+    """Return a text with the token `begin` before each document that does not have it yet.
+
+    end: the token after each document. If both are the same, only the first document lacks it.
+    """
+    starts = [0, *(np.flatnonzero(stream[:-1] == end) + 1)] if begin != end else [0]
+    return np.insert(stream, [start for start in starts if stream[start] != begin], begin)
 
 
 def find_windows(n_tokens: int, seq_length: int, stride: int) -> tuple[np.ndarray, np.ndarray]:

@@ -11,7 +11,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import torch
-from transformers import GenerationConfig, PreTrainedTokenizerBase
+from transformers import GenerationConfig
 
 from common import cli, launch
 from common.cli import RunError, at_least
@@ -88,6 +88,8 @@ def main() -> None:
     if args.prompt is None and args.prompts is None and sys.stdin.isatty():
         print("Type one prompt per line, and Ctrl-D at the end.", file=sys.stderr)
     prompts = read_prompts(args)
+    if trained.begin is not None and not args.chat:  # a chat template has it itself
+        how += f"; each prompt begins with {tokenizer.bos_token}, as the tokenizer says"
     print(f"{trained.origin}; {how}", file=sys.stderr)
     for sample in answer(prompts, trained, args):
         if args.output:
@@ -116,7 +118,7 @@ def answer(prompts: list[str], trained: TrainedModel, args: argparse.Namespace) 
     positions = n_positions(model.config)
     rows = []
     for prompt in prompts:
-        ids = encode_prompt(prompt, tokenizer, args.chat)
+        ids = encode_prompt(prompt, trained, args.chat)
         if (room := positions - len(ids)) < args.max_new_tokens:
             remedy = f"give --max-new-tokens {room} or less" if room > 0 else "shorten the prompt"
             raise RunError(
@@ -140,15 +142,17 @@ def answer(prompts: list[str], trained: TrainedModel, args: argparse.Namespace) 
             }
 
 
-def encode_prompt(prompt: str, tokenizer: PreTrainedTokenizerBase, chat: bool) -> list[int]:
+def encode_prompt(prompt: str, trained: TrainedModel, chat: bool) -> list[int]:
     """Return a prompt's tokens; in a chat, the name of a special token is text, as in training."""
+    tokenizer = trained.tokenizer
     text = prompt.encode(errors="replace").decode()  # bytes that are not UTF-8
     if chat:
         messages = [{"role": "user", "content": hide_special_tokens(text, tokenizer)}]
         options = {"tokenize": False, "add_generation_prompt": True}
         return encode_chat(tokenizer.apply_chat_template(messages, **options), tokenizer)
+    begin = [] if trained.begin is None else [trained.begin]
     # An empty prompt starts a new document: in training, one follows each end-of-text token.
-    return tokenizer.encode(text, add_special_tokens=False) or [tokenizer.eos_token_id]
+    return begin + tokenizer.encode(text, add_special_tokens=False) or [tokenizer.eos_token_id]
 
 
 def pad(rows: list[list[int]]) -> tuple[torch.Tensor, torch.Tensor]:

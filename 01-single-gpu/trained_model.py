@@ -21,6 +21,7 @@ class TrainedModel(NamedTuple):
     origin: what it was loaded from, in words. Of a run, seq_length is the one of its training,
     checksum is that of its training tokens, and sources are the names of its data set, model and
     tokenizer (see fixed_settings). sources is empty if it is unknown what the model was trained on.
+    begin is the token to put before each document, or None: a run is trained without one.
     """
 
     model: PreTrainedModel
@@ -29,6 +30,7 @@ class TrainedModel(NamedTuple):
     seq_length: int | None
     checksum: str | None
     sources: dict[str, str | None]
+    begin: int | None = None
 
 
 class SavedCheckpoint(NamedTuple):
@@ -77,7 +79,13 @@ def load_trained(
         raise RunError(f"{name} is a classifier, not a language model: give another folder.")
     tokenizer = models.load_tokenizer(tokenizer_name or name)
     model = models.load_pretrained(name, models.load_config(name, tokenizer)).eval()
-    return TrainedModel(model, tokenizer, name, None, None, {})
+    return TrainedModel(model, tokenizer, name, None, None, {}, begin_token(tokenizer))
+
+
+def begin_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
+    """Return the id of the token that a tokenizer itself puts before each text, such as <bos>."""
+    first = tokenizer.encode("a")[0]
+    return first if first == tokenizer.bos_token_id else None
 
 
 def _load_run(

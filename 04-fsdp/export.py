@@ -19,7 +19,7 @@ from common.cli import RunError, at_least
 from common.storage import as_path
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "01-single-gpu"))
-from trained_model import find_saved, load_weights
+from trained_model import begin_token, find_saved, load_weights
 
 
 def get_args() -> argparse.Namespace:
@@ -56,6 +56,8 @@ def main() -> None:
     model.load_state_dict(weights, strict=False, assign=True)  # assign: without a copy
     model.tie_weights()
     assert not any(tensor.is_meta for tensor in model.state_dict().values())
+    if begin_token(tokenizer) is not None:
+        tokenizer.add_bos_token = False  # as the model was trained
     # Keeps the generation settings of the original model: end tokens, temperature.
     with suppress(OSError, ValueError):
         generation_config = GenerationConfig.from_pretrained(model.config.name_or_path)

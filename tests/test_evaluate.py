@@ -18,11 +18,14 @@ from helpers import (
     read_metrics,
     register,
     replace_in,
+    save_run,
     speak_at_once,
 )
 from runner import Ranks, finish, load_script, start
 from tokenizers import Tokenizer, pre_tokenizers
 from tokenizers.models import WordLevel
+from tokenizers.processors import TemplateProcessing
+from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from common import launch, models
@@ -33,12 +36,20 @@ from trained_model import load_trained
 SCRIPT = ROOT / "01-single-gpu/evaluate.py"
 
 
-def save_letters(folder: Path, letters: str) -> Path:
-    """Save a tokenizer of these characters; all others are unknown."""
+def save_letters(folder: Path, letters: str, begin: str | None = None) -> Path:
+    """Save a tokenizer of these characters; all others are unknown.
+
+    begin: a special token that it puts before each text.
+    """
     vocabulary = {letter: n for n, letter in enumerate(["<end>", "<unknown>", *letters])}
     tokenizer = Tokenizer(WordLevel(vocabulary, "<unknown>"))
     tokenizer.pre_tokenizer = pre_tokenizers.Split("", "isolated")
     special = {"eos_token": "<end>", "unk_token": "<unknown>"}
+    if begin:
+        special["bos_token"] = begin
+        tokenizer.add_special_tokens([begin])
+        ids = [(begin, tokenizer.token_to_id(begin))]
+        tokenizer.post_processor = TemplateProcessing(f"{begin} $A", special_tokens=ids)
     PreTrainedTokenizerFast(tokenizer_object=tokenizer, **special).save_pretrained(folder)
     return folder
 
@@ -63,9 +74,9 @@ def evaluate(monkeypatch, run_main, saved, tmp_path):
         monkeypatch.setenv(name, "0")
         monkeypatch.delenv(name)
 
-    def run(name: str, *args: object) -> tuple[dict, str]:
+    def run(name: str, *args: object, plant=lambda script: None) -> tuple[dict, str]:
         output = tmp_path / "facts.json"
-        out, _ = run_main(SCRIPT, saved / name, "--output", output, *args)
+        out, _ = run_main(SCRIPT, saved / name, "--output", output, *args, plant=plant)
         facts = json.loads(output.read_text())
         output.unlink()
         return facts, out.splitlines()[0]
@@ -228,6 +239,46 @@ def test_a_folder_that_knows_nothing(evaluate, saved):
     assert facts["seq_length"] == 128, "its positions"
     expected = sum(text.count("h") for text in texts_of(saved, "evaluation"))
     assert facts["unknown"] == expected > 10
+
+
+# --- tokenizers that begin each text with a token, as those of Gemma and Llama 3 do ---
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("begin", ["<begin>", "<end>"])
+def test_a_model_whose_tokenizer_begins_each_text(evaluate, saved, begin):
+    """The token is before each document, or before the first one if it also ends documents.
+
+    It is not scored. A run has trained without it.
+    """
+    folder = save_letters(saved / begin[1:-1], "abcdefgh \n", begin)
+    model = AutoModelForCausalLM.from_config(models.load_config("gpt2-tiny"))
+    generator = torch.Generator().manual_seed(0)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter.data, std=0.1, generator=generator)
+    model.eval().save_pretrained(folder)
+    tokenizer, tokens, count = models.load_tokenizer(str(folder)), [], 0
+    for text in texts_of(saved, "evaluation"):
+        ids = [*tokenizer(text)["input_ids"], 0]
+        assert tokenizer.decode(ids[0]) == begin
+        tokens += ids[1:] if tokens and begin == "<end>" else ids
+        count += len(ids) - 1
+    args = ("-d", saved / "table.csv", "--text-column", "body", "-s", 32, "--stride", 20)
+    facts, first_line = evaluate(folder.name, *args)
+    assert first_line.endswith(f"; each document begins with {begin}, as the tokenizer says")
+    losses = zip(losses_of(model, tokens, 32, 20), tokens[1:], strict=True)
+    losses = [loss for loss, token in losses if begin == "<end>" or token != tokens[0]]
+    assert (facts["tokens"], facts["scored_tokens"]) == (count, len(losses))
+    assert facts["loss"] == pytest.approx(np.mean(losses), rel=1e-6)
+    bare, _ = evaluate(folder.name, *args, plant=leave_out_the_begin)
+    assert bare["loss"] != pytest.approx(facts["loss"], rel=1e-6)
+    save_run(saved / f"{folder.name}-run", model, 4, str(folder))
+    own, first_line = evaluate(f"{folder.name}-run", *args)
+    assert own["loss"] == pytest.approx(bare["loss"], rel=1e-9) and "begins" not in first_line
+
+
+def leave_out_the_begin(script) -> None:
+    script.add_begin = lambda stream, *ids: stream
 
 
 @pytest.mark.nightly

@@ -11,6 +11,7 @@ import torch.distributed.checkpoint as dcp
 from helpers import ROOT, first_then_nightly, read_metrics, save_run
 from runner import finish, server_context, start
 from safetensors.torch import load_file
+from tokenizers.processors import TemplateProcessing
 from torch import nn
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -107,6 +108,22 @@ def test_transformers_has_the_numbers_of_the_run(run, runs, export, tmp_path):
     assert list(tmp_path.iterdir()) == [target]
     modes = {path.stat().st_mode for path in target.iterdir()}
     assert len(modes) == 1, "who may read one file may read all"
+
+
+@pytest.mark.ci
+def test_a_tokenizer_that_begins_texts_no_longer_does(runs, export, tmp_path):
+    """The run has trained without the token."""
+    tokenizer = models.load_tokenizer("gpt2-tiny")
+    bare = tokenizer("def")["input_ids"]
+    begin = (tokenizer.bos_token, tokenizer.bos_token_id)
+    template = TemplateProcessing(f"{begin[0]} $A", special_tokens=[begin])
+    tokenizer.backend_tokenizer.post_processor = template
+    tokenizer.save_pretrained(tmp_path / "begins")
+    again = AutoTokenizer.from_pretrained(tmp_path / "begins")
+    assert again("def")["input_ids"] == [begin[1], *bare]
+    export(runs / "gpt2", tmp_path / "model", "--tokenizer-name", tmp_path / "begins")
+    for load in (AutoTokenizer.from_pretrained, models.load_tokenizer):
+        assert load(str(tmp_path / "model"))("def")["input_ids"] == bare
 
 
 @pytest.mark.nightly

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import ROOT, first_then_nightly, save_run, unreadable
+from tokenizers.processors import TemplateProcessing
 from torch import nn
 from transformers import (
     AutoModelForCausalLM,
@@ -43,7 +44,8 @@ def random_model(name: str) -> PreTrainedModel:
 def saved(make_folder) -> Path:
     """Return a folder with a run of each model, weights of one, a classifier, and prompts.
 
-    In step 5, the weights of the runs had the other sign.
+    In step 5, the weights of the runs had the other sign. "begins" has a tokenizer that begins each
+    text with a token.
     """
     folder = make_folder("saved")
     for name in NAMES:
@@ -57,6 +59,13 @@ def saved(make_folder) -> Path:
     models.load_tokenizer("gpt2-tiny").save_pretrained(folder / "weights")
     model.config.architectures = ["GPT2ForSequenceClassification"]
     model.config.save_pretrained(folder / "classifier")
+    tokenizer = models.load_tokenizer("gpt2-tiny")
+    ids = [(tokenizer.bos_token, tokenizer.bos_token_id)]
+    begins = TemplateProcessing(f"{tokenizer.bos_token} $A", special_tokens=ids)
+    tokenizer.backend_tokenizer.post_processor = begins
+    random_model("gpt2-tiny").save_pretrained(folder / "begins")
+    tokenizer.save_pretrained(folder / "begins")
+    save_run(folder / "begins-run", random_model("gpt2-tiny"), 7, str(folder / "begins"))
     (folder / "prompts.txt").write_text("\n".join(PROMPTS) + "\n")
     return folder
 
@@ -76,10 +85,11 @@ def ask(run_main, saved, tmp_path):
     return run
 
 
-def likeliest(name: str, prompt: str, count: int) -> str:
+def likeliest(name: str, prompt: str, count: int, begin: bool = False) -> str:
     """Return a greedy text by one forward pass of the whole text for each token."""
     model, tokenizer = random_model(name), models.load_tokenizer(name)
-    ids = tokenizer(prompt)["input_ids"] or [tokenizer.eos_token_id]
+    ids = tokenizer(prompt)["input_ids"]
+    ids = [tokenizer.bos_token_id] * begin + ids or [tokenizer.eos_token_id]
     for _ in range(count):
         with torch.no_grad():
             token = model(torch.tensor([ids])).logits[0, -1].argmax().item()
@@ -102,6 +112,16 @@ def test_greedy_texts_are_those_of_the_model(name, ask, monkeypatch):
     assert ask(name, *GREEDY, "--no-cache") == facts
     with pytest.raises(TypeError):
         ask(name, *GREEDY)
+
+
+@pytest.mark.ci
+def test_prompts_begin_as_the_tokenizer_begins_texts(ask):
+    """Those of a model, but not those of a run, which has trained without the token."""
+    args = (*GREEDY, "--max-new-tokens", 12)
+    for name, begin in (("begins", True), ("begins-run", False)):
+        expected = [likeliest("gpt2-tiny", prompt, 12, begin) for prompt in PROMPTS]
+        assert [each["text"] for each in ask(name, *args)] == expected
+    assert expected != [likeliest("gpt2-tiny", prompt, 12, True) for prompt in PROMPTS]
 
 
 def no_mask(script) -> None:
