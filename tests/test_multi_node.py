@@ -51,7 +51,6 @@ class Lab:
         own = {
             "PYTHON": sys.executable,
             "NOTES": notes,
-            "FORWARD": "NOTES PAUSE",
             "PYTHONPATH": f"{ROOT / 'tests/hooks'}:{ROOT}",
             "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
             "VIRTUAL_ENV": sys.prefix,
@@ -248,22 +247,30 @@ def test_same_losses_with_mpirun(lab):
 
 
 @pytest.mark.ci
-def test_same_losses_with_launch_ssh(lab):
-    """start returns at once, and does so once; stop, and start goes on with it."""
-    hosts = lab.folder / "hosts"
-    hosts.write_text("node1  # the head\n\nnode2\n")
-    script = ("bash", "03-multi-node/launch_ssh.sh")
-    env = {"SSH": f"ssh -F {lab.cluster.ssh_config}", "NPROC_PER_NODE": 1}
-    slow = {**env, "PAUSE": 10}  # seconds for each step, so that the run is not over too soon
-    assert lab.launch("ssh", *script, "start", hosts, **slow).wait(PATIENCE_S) == 0
+def test_same_losses_over_ssh(lab):
+    """The commands of the page: start returns at once; a stop, and a start that goes on."""
+    page = [line for _, line in commands((ROOT / "03-multi-node/topics/ssh.md").read_text())]
+    start = next(line for line in page if "launch_torchrun.sh -e my-ssh-run" in line)
+    stop = next(line for line in page if "pkill" in line)
+    passed_on = ("NOTES", "PAUSE", "PYTHON", "PYTHONPATH", "NPROC_PER_NODE", "OMP_NUM_THREADS")
+    run = f"ssh --save-dir {lab.folder}"
+
+    def call(command: str, pause: float = 0) -> None:
+        env = lab.environment("ssh", PAUSE=pause, NPROC_PER_NODE=1)
+        given = " ".join(f"{name}={env[name]}" for name in passed_on)
+        command = command.replace("NNODES=2", f"NNODES=2 WANDB_MODE=disabled {given}")
+        command = command.replace(">my-ssh-run", f">{lab.folder}/ssh")
+        command = command.replace("-e my-ssh-run >", f"{shlex.join(lab.flags('ssh'))} >")
+        command = command.replace("my-ssh-run", run)  # other sessions have such runs, too
+        ssh = f'ssh() {{ command ssh -F {lab.cluster.ssh_config} "$@"; }}'
+        subprocess.run(["bash", "-c", f"{ssh}; {command}"], cwd=ROOT, check=True, timeout=99)
+
+    call(start, pause=10)  # seconds for each step, so that the run is not over too soon
     lab.wait_for_step("ssh", 1)
-    assert lab.launch("ssh", *script, "start", hosts, **env).wait(PATIENCE_S) == 2
-    assert "node1: already running" in lab.log("ssh")
-    assert lab.launch("ssh", *script, "stop", hosts, **env).wait(PATIENCE_S) == 0
-    assert lab.log("ssh").count("told to stop") == 2
+    call(stop)
     Cluster.until(lambda: not any(lab.processes(node, "train_llm.py") for node in NODES))
     assert (lab.folder / "ssh/requeue").exists() and len(lab.metrics("ssh")) < STEPS
-    assert lab.launch("ssh", *script, "start", hosts, **env).wait(PATIENCE_S) == 0
+    call(start)
     Cluster.until(lambda: len(lab.metrics("ssh")) == STEPS)
     Cluster.until(lambda: not any(lab.processes(node, "train_llm.py") for node in NODES))
     lab.assert_same("ssh")

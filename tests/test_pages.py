@@ -219,8 +219,6 @@ def refusal(script: str, arguments: list[str]) -> str:
         return "no such script"
     if path.name == "local_cluster.sh":  # its tests call it
         return ""
-    if path.name == "launch_ssh.sh":
-        arguments = arguments[2:]
     if path.suffix != ".py":
         path = path.with_name(f"train_{'classifier' if 'classifier' in path.stem else 'llm'}.py")
     parser = parser_of(path)
