@@ -17,7 +17,6 @@ import socket
 import sys
 import time
 import uuid
-from collections import Counter
 from datetime import timedelta
 from pathlib import Path
 
@@ -110,23 +109,6 @@ def describe_node() -> dict[str, str]:
     return same
 
 
-def compare(nodes: dict[str, dict[str, str]]) -> list[str]:
-    """Return a fault for each value of a node that differs from that of most nodes.
-
-    Of two values that are equally frequent, the one of rank 0's node counts as right.
-    """
-    faults = []
-    for what in dict.fromkeys(key for same in nodes.values() for key in same):
-        values = {node: same.get(what) for node, same in nodes.items()}
-        right, count = Counter(values.values()).most_common(1)[0]
-        faults += [
-            f"{node} has {what} {value}, {count} of {len(nodes)} nodes have {right}"
-            for node, value in values.items()
-            if value != right
-        ]
-    return faults
-
-
 def wait_for(file: Path) -> bool:
     """Return whether this node sees a file."""
     deadline = time.monotonic() + SEEN_WITHIN_S
@@ -195,7 +177,13 @@ def main() -> None:
     for host, same in nodes.items():
         words = [f"{key} {value}" for key, value in same.items() if not key.endswith(".py")]
         say(f"{host}: {', '.join(words)}")
-    faults = compare(nodes)
+    right = nodes[hosts[0]]  # what rank 0's node has
+    faults = [
+        f"{host} has {what} {same.get(what)}, {hosts[0]} has {right[what]}"
+        for host, same in nodes.items()
+        for what in right
+        if same.get(what) != right[what]
+    ]
     file = save_dir / ranks[0][2]
     seen = exchange(store, "shared folder", wait_for(file), args.timeout + SEEN_WITHIN_S)
     blind = {host: None for host, sees in zip(hosts, seen, strict=True) if not sees}
