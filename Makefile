@@ -42,8 +42,8 @@ lab: .venv/.lab  ## open a chapter's notebook: make lab CHAPTER=1
 	$(BIN)/jupyter lab $(ALLOW_ROOT) 0$(CHAPTER)-*/lab.ipynb
 
 site: .venv/.site  ## the guide as a website: make site SERVE=1 shows it until Ctrl-C
-	@rm -rf build/site  # Sphinx would leave old sidebars in pages that have not changed
-	$(BIN)/sphinx-build --fail-on-warning --quiet -c .site . build/site
+	@rm -rf build/site build/doctrees  # Sphinx would leave old sidebars in pages that have not changed
+	$(BIN)/sphinx-build --fail-on-warning --quiet -c .site -d build/doctrees . build/site
 	@echo "Open build/site/README.html in a browser"
 	$(if $(SERVE),$(BIN)/python -m http.server --bind 127.0.0.1 --directory build/site 0)
 
@@ -100,9 +100,13 @@ ASK := import sys, urllib.request; urllib.request.urlopen(sys.argv[1], timeout=2
 	$(BIN)/python -m pip install --constraint requirements.txt --editable '.[lab]'
 	@touch $@ .venv/.train
 
+# Without the packages that training needs, which take 1.5 GB.
+SITE := import tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["project"]; \
+	print(*project["optional-dependencies"]["site"])
+
 .venv/.site: .venv/bin/python requirements.txt pyproject.toml
-	$(BIN)/python -m pip install --constraint requirements.txt --editable '.[site]'
-	@touch $@ .venv/.train
+	$(BIN)/python -c '$(SITE)' | xargs $(BIN)/python -m pip install --constraint requirements.txt
+	@touch $@
 
 .venv/.test: .venv/bin/python requirements.txt pyproject.toml
 	$(BIN)/python -m pip install --constraint requirements.txt --editable '.[test]'

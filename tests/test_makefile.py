@@ -2,6 +2,8 @@
 
 import re
 import subprocess
+import sys
+import tomllib
 from itertools import product
 from pathlib import Path
 
@@ -31,6 +33,14 @@ def test_diff_of_any_two_chapters():
     for wrong in ("", "CHAPTER=1", "CHAPTER=6", "FROM=2", "CHAPTER=x"):
         done = shell(f"make diff {wrong}")
         assert done.returncode and "N is from 2 to 5" in done.stderr, wrong
+
+
+def test_the_site_needs_the_packages_of_its_extra_alone():
+    command = shell("make --dry-run --always-make .venv/.site").stdout
+    (listed,) = re.findall(r"python (-c .*) \| xargs .* -m pip install", command)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    expected = project["optional-dependencies"]["site"]
+    assert shell(f"{sys.executable} {listed}").stdout.split() == expected != []
 
 
 def test_lint_reads_only_what_git_knows(tmp_path):
