@@ -31,14 +31,16 @@ source_suffix = {".md": "myst-nb", ".ipynb": "myst-nb", ".py": "script", ".diff"
 extensions = ["myst_nb", "sphinx_copybutton"]
 nb_execution_mode = "off"
 myst_heading_anchors = 6  # the names that GitHub gives to headings
+copybutton_selector = "div.highlight > pre"  # not each line of scripts side by side
 copybutton_exclude = ".number, .old, .explained"
 html_theme = "furo"
 html_static_path = ["static"]
 html_extra_path = ["root"]  # index.html, for GitHub Pages
-html_css_files = ["style.css"]
+html_css_files, html_js_files = ["style.css"], ["search.js"]
 html_favicon = "static/icon.svg"
-html_show_copyright = html_show_sphinx = html_copy_source = False
-pygments_style, pygments_dark_style = "default", "github-dark"
+html_show_copyright = html_show_sphinx = html_copy_source = html_use_index = False
+# Readable on the colours of new and removed lines, too.
+pygments_style, pygments_dark_style = "a11y-high-contrast-light", "github-dark"
 
 
 def short_title(page: Path) -> str:

@@ -315,42 +315,52 @@ def side_by_side(app) -> Iterator[tuple[str, dict, str]]:
         source = Path(app.env.doc2path(docname))
         if source.suffix not in (".py", ".diff") or source == SCRIPTS[0]:
             continue
-        script = f"{source.stem}.html"
+        name = f"{docname}-side-by-side"
         body = (
             f"<h1>{html.escape(title(source))}, side by side</h1>"
-            f'<p><a href="{script}">The complete script</a></p>'
+            f'<div class="columns">{"".join(column_names(source, name, app))}</div>'
             f'<div class="highlight sides">{"".join(sides(source))}</div>'
         )
-        name = f"{docname}-side-by-side"
         context = {"title": f"{title(source)}, side by side", "body": body, **sidebar(name)}
         yield name, context, "page.html"
 
 
+def column_names(source: Path, docname: str, app) -> Iterator[str]:
+    """Yield links to the complete scripts of both columns."""
+    older = SCRIPTS[SCRIPTS.index(source) - 1] if source in SCRIPTS else patched_script(source)
+    for age, script in (("old", older), ("new", source)):
+        uri = app.builder.get_relative_uri(docname, app.env.path2doc(str(script)))
+        name = f"Chapter {number_of(script)}" if script in SCRIPTS else f"With {script.name}"
+        yield f'<span class="{age}"><a href="{uri}">{name}</a></span>'
+
+
 def sides(source: Path) -> Iterator[str]:
-    """Yield pairs of lines: the older one on the left, the newer one on the right."""
+    """Yield rows of lines: the older ones on the left, the newer ones on the right."""
     both = zip(all_lines(source), highlighted_lines(source), strict=True)
     for same, group in groupby(both, lambda each: each[0].sign == " "):
         lines = list(group)
         if same:
-            pairs = [pair(line, line) for line in lines]
+            pairs = [*zip(lines, lines, strict=True)]
             folded = pairs[CONTEXT:-CONTEXT]
-            yield from pairs[:CONTEXT]
+            yield grid(pairs[:CONTEXT])
             if folded:
-                said = f"{len(folded)} unchanged lines"
-                yield f"<details><summary>{said}</summary>{''.join(folded)}</details>"
-            yield from pairs[max(CONTEXT, len(pairs) - CONTEXT) :]
+                said = f"{len(folded)} unchanged line{'s' * (len(folded) > 1)}"
+                yield f"<details><summary>{said}</summary>{grid(folded)}</details>"
+            yield grid(pairs[max(CONTEXT, len(pairs) - CONTEXT) :])
         else:
             removed, added = ([each for each in lines if each[0].sign == sign] for sign in "-+")
-            yield from (pair(*each) for each in zip_longest(removed, added))
+            yield grid([*zip_longest(removed, added)])
 
 
-def pair(left: tuple[Line, str] | None, right: tuple[Line, str] | None) -> str:
-    return f'<div class="pair">{side(left, "older")}{side(right, "newer")}</div>'
+def grid(pairs: list[tuple]) -> str:
+    """Return one grid for neighbouring rows, so that a phone shows the older ones first."""
+    rows = (f"{side(left, 'older')}{side(right, 'newer')}" for left, right in pairs)
+    return f'<div class="grid">{"".join(rows)}</div>'
 
 
 def side(line_and_code: tuple[Line, str] | None, age: str) -> str:
     if line_and_code is None:
-        return f'<span class="number {age}"></span><pre class="{age}"></pre>'
+        return f'<span class="absent {age}"></span><pre class="absent {age}"></pre>'
     line, code = line_and_code
     number = line.old if age == "older" else line.new
     return (

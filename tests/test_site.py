@@ -303,6 +303,14 @@ def test_the_search_finds_words(visit):
     page.wait_for_timeout(1000)
     found = [link.get_attribute("href") for link in results.all()]
     assert any(href.startswith("04-fsdp/README.html") for href in found), found
+    results.and_(page.locator("[href='04-fsdp/README.html']")).first.click()
+    page.wait_for_load_state("load")
+    page.wait_for_function(
+        """[...document.querySelectorAll("article .highlighted")].some(word => {
+            const {top, bottom} = word.getBoundingClientRect();
+            return scrollY > 0 && top > 0 && bottom < innerHeight;
+        })"""
+    )
 
 
 @pytest.mark.nightly
@@ -321,13 +329,62 @@ def test_a_hunk_leads_to_its_lines_and_back(visit):
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_marked_lines_have_a_colour(visit, scheme):
+def test_marked_lines_have_a_colour_on_which_text_is_readable(visit, scheme):
+    """The contrast is at least 4.5, as the Web Content Accessibility Guidelines (level AA) ask."""
     page = visit("04-fsdp/train_llm.html", scheme=scheme)
-    colours = [
-        page.locator(f".row.{kind}").first.evaluate("row => getComputedStyle(row).backgroundColor")
-        for kind in ("new", "old", "same")
-    ]
-    assert len({*colours}) == 3, colours
+    below = page.evaluate("getComputedStyle(document.querySelector('.script')).backgroundColor")
+    marks = {}
+    for kind in ("new", "old", "same"):
+        mark, texts = page.evaluate(COLOURS, kind)
+        marks[kind] = over(channels(mark), channels(below))
+        assert len(texts) > 2
+        for text in texts:
+            assert contrast(channels(text), marks[kind]) >= 4.5, (kind, text)
+    assert len({*marks.values()}) == 3, marks
+
+
+COLOURS = """kind => {
+    const rows = [...document.querySelectorAll(`.row.${kind}`)];
+    const texts = rows.flatMap(row => [row, ...row.querySelectorAll("*")]);
+    const shown = texts.filter(each => each.textContent.trim());
+    const colours = new Set(shown.map(each => getComputedStyle(each).color));
+    return [getComputedStyle(rows[0]).backgroundColor, [...colours]];
+}"""
+
+
+def channels(colour: str) -> tuple[float, ...]:
+    """Return red, green, blue (0 to 255) and opacity (0 to 1)."""
+    return (*map(float, re.findall(r"[\d.]+", colour)), 1.0)[:4]
+
+
+def over(top: tuple[float, ...], below: tuple[float, ...]) -> tuple[float, ...]:
+    return tuple(top[3] * a + (1 - top[3]) * b for a, b in zip(top[:3], below, strict=False))
+
+
+def contrast(first: tuple[float, ...], second: tuple[float, ...]) -> float:
+    """Return the ratio that WCAG 2 defines, from 1 to 21."""
+    dark, light = sorted(map(luminance, (first, second)))
+    return (light + 0.05) / (dark + 0.05)
+
+
+def luminance(colour: tuple[float, ...]) -> float:
+    shares = (channel / 255 for channel in colour[:3])
+    linear = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in shares)
+    return sum(weight * c for weight, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("width", WIDTHS)
+def test_side_by_side_is_one_column_on_a_phone(visit, width):
+    """There, all older lines of a change stand above the newer ones."""
+    page = visit("04-fsdp/train_llm-side-by-side.html", width)
+    change = page.locator(".grid:has(.old):has(.new)").first
+    old, new = (change.locator(f"pre.{kind}") for kind in ("old", "new"))
+    last, first = old.last.bounding_box(), new.first.bounding_box()
+    if width == max(WIDTHS):
+        assert last["y"] == first["y"] and last["x"] < first["x"]
+    else:
+        assert last["y"] < first["y"] and last["x"] == first["x"]
 
 
 @pytest.mark.nightly
