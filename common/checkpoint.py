@@ -38,7 +38,7 @@ from torch.optim.lr_scheduler import LRScheduler
 from transformers import PretrainedConfig
 
 from common import launch, storage
-from common.cli import RunError
+from common.cli import RunError, is_rank_0
 from common.data import Sequences
 
 try:
@@ -94,7 +94,7 @@ def fixed_settings(
         "dataset_checksum": train_data.digest,
         "seq_length": args.seq_length,
         "global_batch_size": args.global_batch_size,
-        "total_steps": total_steps,  # depends on those above, and others depend on it
+        "total_steps": total_steps,  # after those that it depends on: the first one is reported
         **{name: value for name, value in vars(args).items() if name not in MAY_CHANGE},
         **describe(model.config),
         "sources": sources,
@@ -109,7 +109,10 @@ def describe(config: PretrainedConfig) -> dict[str, object]:
 
 
 def difference(saved: dict, given: dict) -> str | None:
-    """Return in words the first setting with another value, or None; a new setting is none."""
+    """Return in words the first setting with another value, or None.
+
+    What only one of the two has is not compared, so another chapter can resume the run.
+    """
     for name, value in given.items():
         if name != "sources" and saved.get(name, value) != value:
             kind = name.split()[0]
@@ -121,8 +124,9 @@ def difference(saved: dict, given: dict) -> str | None:
 class Checkpoints:
     """The checkpoints of a run: in its folder or, with --checkpoint-dir, in a folder or a store.
 
-    All ranks must make one, and call each method. settings: from fixed_settings. `step` is the step
-    of the newest complete checkpoint, or 0. Raises RunError if not all ranks see the same folder.
+    All ranks must make one, and call each method. settings: from fixed_settings. `step` is that of
+    the newest checkpoint that all ranks know to be complete, or 0: an asynchronous one counts from
+    the next `save` or `finish` on. Raises RunError if not all ranks see the same folder.
     """
 
     def __init__(self, args: argparse.Namespace, run_dir: Path, settings: dict) -> None:
@@ -148,7 +152,7 @@ class Checkpoints:
         # used again. In PyTorch 2.11, DefaultStager can copy only once:
         # https://github.com/pytorch/pytorch/issues/183413.
         self._stager = BlockingAsyncStager(cache_staged_state_dict=torch.cuda.is_available())
-        atexit.register(self._wait)  # an error elsewhere should not cut the writing off
+        atexit.register(self._finish_alone)  # after an error elsewhere
 
     def save(
         self, model: nn.Module, optimizer: Optimizer, lr_scheduler: LRScheduler, state: dict
@@ -200,6 +204,7 @@ class Checkpoints:
                 f"The run {self.run_dir} was started with {other}: give the old value again, or "
                 "start a new run with another -e."
             )
+        # For a new optimizer, DCP makes the moments that are loaded into, by a step of size 0.
         content = collect_content(model, optimizer, lr_scheduler, state)
         read_files(path, content, "try again, or delete it to resume from an older checkpoint")
         local_optimizer = _local_optimizer(optimizer)
@@ -209,6 +214,7 @@ class Checkpoints:
             model_state_dict=content["model"],
             optim_state_dict=content["optimizer"],
         )
+        # With ZeRO-1, these are not the same groups.
         groups = zip(optimizer.param_groups, local_optimizer.param_groups, strict=True)
         for group, loaded in groups:
             group |= {key: value for key, value in loaded.items() if key != "params"}
@@ -257,7 +263,7 @@ class Checkpoints:
     def _complete(self, folder: Path, write: Callable[[], object]) -> None:
         try:
             write()
-        except (Exception, CheckpointException) as error:
+        except (Exception, CheckpointException) as error:  # the second is a BaseException
             raise cannot_use(folder, error) from error
         self.step = int(folder.name[5:])
         on_rank_0(self._commit, folder)
@@ -275,10 +281,16 @@ class Checkpoints:
             except OSError as error:  # another node may still read it; the next save tries again
                 logger.warning(f"{old} could not be deleted: {reason_of(error)}")
 
-    def _wait(self) -> None:
-        if self._writing is not None and not self._writing[1].done():
+    def _finish_alone(self) -> None:
+        """At exit, wait for the checkpoint that is being written, and note it if it is complete."""
+        if self._writing is None:
+            return
+        folder, future = self._writing
+        if not future.done():
             logger.info("waiting until the checkpoint is written")
-            concurrent.futures.wait([self._writing[1]], LAST_WRITE_S)
+        done, _ = concurrent.futures.wait([future], LAST_WRITE_S)
+        if done and future.exception() is None and is_rank_0():
+            self._commit(folder)
 
 
 # --- what a checkpoint contains ---
@@ -315,7 +327,7 @@ def _local_optimizer(optimizer: Optimizer) -> Optimizer:
 
 
 def read_files(path: Path, content: dict, remedy: str, **options: object) -> None:
-    """Load the tensors of a checkpoint in place; options are dcp.load's.
+    """Load a checkpoint in place. remedy: what a refusal advises; options are dcp.load's.
 
     Removes what is allowed to be missing: the RNG state of a new rank. Raises RunError if a
     parameter or a moment is missing, and for a file that is missing, cut short or not readable.

@@ -83,7 +83,7 @@ def tokenize(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> li
 def write_tokens(folder: Path, texts: Iterator[Text], tokenizer: PreTrainedTokenizerBase) -> None:
     """Write train.bin and evaluation.bin, and facts.json, which describes both."""
     dtype = np.dtype("uint16" if vocabulary_size(tokenizer) <= 2**16 else "uint32")
-    names = ("train", "evaluation")
+    names = ("train", "evaluation")  # held_out is the index: False, True
     files = [(folder / f"{name}.bin").open("wb") for name in names]
     digests, n_tokens, n_bytes = [hashlib.sha256(), hashlib.sha256()], [0, 0], [0, 0]
     for (text, held_out, ends), ids in encode(texts, tokenizer):

@@ -66,7 +66,7 @@ class Text(NamedTuple):
 class Documents(NamedTuple):
     """A data set that is not read yet.
 
-    key: changes if the documents may have changed; it is found without reading them.
+    key: changes if the documents may have changed; local files are not read for it.
     read: yields the texts in order, none of them empty.
     """
 
@@ -79,9 +79,10 @@ def find_documents(name: str, subset: str | None, text_column: str | None) -> Do
 
     What is for evaluation depends on the documents only, not on their order or the machine:
 
-    1. If there is a validation split, it is for evaluation. Names of files can say so.
-    2. Otherwise, a checksum chooses one document in EVAL_ONE_IN: of the text or, in the built-in
-       corpus, of the path.
+    1. If there is a validation split, it is for evaluation. Names of files can say so. Test
+       splits are left out.
+    2. Otherwise, a checksum chooses one document in EVAL_ONE_IN: of the row, of the file's bytes
+       or, in the built-in corpus, of the path.
     3. If there are fewer than FEW_DOCUMENTS, the end of each text is for evaluation.
 
     Raises RunError, now or in `read`, if there is no such data set or no such column.
@@ -180,7 +181,7 @@ def _is_wanted(relative: str, skip: re.Pattern | None) -> bool:
 
 
 def split_of(file: PurePath) -> str | None:
-    """Return "train", "validation" or "test" if a word of the name says so, or None."""
+    """Return "train", "validation" or "test", what the last such word of a name says, or None."""
     words = re.split(r"[^a-z]+", file.as_posix().lower())
     return next((SPLIT_WORDS[word] for word in reversed(words) if word in SPLIT_WORDS), None)
 
@@ -233,7 +234,7 @@ def read_texts(files: dict[str, list[Path]]) -> Iterator[Text]:
                     piece = content.read(PIECE) + content.readline(PIECE)
                     while piece:
                         following = content.read(PIECE) + content.readline(PIECE)
-                        yield from divide(piece, held_out, not following, few)
+                        yield from divide(piece, held_out, ends=not following, few=few)
                         piece = following
             except UnicodeError as error:
                 raise RunError(f"{file} is not UTF-8 ({error}): convert it to UTF-8.") from error
@@ -358,7 +359,7 @@ def read_table(table: "DatasetDict", name: str, text_column: str | None) -> Iter
             for batch in part.select_columns([column]).with_format("arrow").iter(ROWS):
                 for text in filter(None, batch[column].to_pylist()):
                     held_out = split == "validation" or (len(parts) == 1 and is_held_out(text))
-                    yield from divide(text, held_out, True, few)
+                    yield from divide(text, held_out, ends=True, few=few)
     except UnicodeError as error:
         raise RunError(f"{name} is not UTF-8 ({error}): convert it to UTF-8.") from error
 

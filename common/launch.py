@@ -108,11 +108,6 @@ def gather(part: dict) -> dict:
     return {key: value for each in parts for key, value in sorted(each.items())}
 
 
-# DDP must not free the process group when main() returns. It would wait for gloo's threads with
-# Python's global lock held, and they may wait for the lock: the process would not end.
-_kept_groups: list[dist.ProcessGroup] = []
-
-
 def check_agreement(facts: dict[str, object], remedy: str) -> None:
     """Raise RunError if a value differs from the one of rank 0; all ranks must call this."""
     rank, _ = rank_and_world_size()
@@ -127,11 +122,16 @@ def check_agreement(facts: dict[str, object], remedy: str) -> None:
                 )
 
 
+# DDP must not free the process group when main() returns. It would wait for gloo's threads with
+# Python's global lock held, and they may wait for the lock: the process would not end.
+_kept_groups: list[dist.ProcessGroup] = []
+
+
 def check_arguments(args: argparse.Namespace) -> None:
     """Raise RunError on all ranks if they have different arguments; all ranks must call this.
 
     With other arguments, a rank could call other collectives. Paths may differ between nodes. Each
-    script that makes a process group calls this next; so it also keeps the group (see above).
+    script that makes a process group calls this next; so it also keeps the group.
     """
     _kept_groups.append(dist.group.WORLD)
     given = {name: value for name, value in vars(args).items() if name not in PATHS}
@@ -144,9 +144,9 @@ def check_arguments(args: argparse.Namespace) -> None:
 def run(main: Callable[[], None]) -> NoReturn:
     """Call `main` and exit.
 
-    The exit status is 0 or the status that `main` exits with, or it is 2 for a RunError, 1
-    if other ranks cannot be reached (both with a one-line message), and 130 after Ctrl-C. Every
-    other exception shows its traceback, and the status is 1.
+    The exit status is 0 or the one that `main` exits with. It is 2, after one sentence, for a
+    RunError, a full disk and a missing permission; 1, after two lines, if other ranks cannot be
+    reached; and 130 after Ctrl-C. Every other exception shows its traceback, and the status is 1.
     """
     try:
         main()
@@ -164,7 +164,7 @@ def run(main: Callable[[], None]) -> NoReturn:
 
 
 def _end_with(error: Exception) -> NoReturn:
-    """Print an error and exit; ranks other than 0 only do so if rank 0 does not exit meanwhile."""
+    """Print an error and exit. Other ranks give rank 0 the time to say it in a sentence first."""
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # PyTorch's handler raises for a dead data worker
     sentence, status = _explain(error)
     if sentence is None:
@@ -216,7 +216,7 @@ def _exit(status: int) -> NoReturn:
     https://github.com/pytorch/pytorch/issues/190489. Without destroy_process_group(), the shutdown
     can also hang.
     """
-    if os.environ.get("WORLD_SIZE", "1") == "1" and not _kept_groups:  # it may be no number
+    if os.environ.get("WORLD_SIZE", "1") == "1" and not _kept_groups:  # which may be no number
         sys.exit(status)
     if not dist.is_initialized():
         threading._shutdown()  # waits for Python's threads, as sys.exit() does

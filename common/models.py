@@ -170,7 +170,8 @@ def load_pretrained(
         raise RunError(f"The preset {name} has no weights: {remedy}.")
     if (Path(name) / "adapter_config.json").exists():
         raise RunError(f"{name} holds an adapter of PEFT: merge it into its model first.")
-    # Without these, transformers draws missing tensors, and names wrong shapes in its log only.
+    # Without the first, missing tensors are drawn silently; without the second, those of another
+    # shape are an error that does not name them.
     options = {"output_loading_info": True, "ignore_mismatched_sizes": True}
     try:
         model, report = model_class.from_pretrained(
@@ -249,6 +250,7 @@ def causal_sdpa(
     return output.transpose(1, 2).contiguous(), None
 
 
+# Both names have the same attention. transformers makes a mask for the second one only.
 AttentionInterface.register("causal_sdpa", causal_sdpa)
 AttentionInterface.register("masked_sdpa", causal_sdpa)
 AttentionMaskInterface.register("masked_sdpa", sdpa_mask)
@@ -260,7 +262,7 @@ AttentionMaskInterface.register("masked_sdpa", sdpa_mask)
 def resolve_model(name: str, kind: str = "model") -> str:
     """Return what transformers loads a model from: a preset's folder, a local folder or a hub id.
 
-    Only for a hub id is the hub asked. Raises RunError for a path that does not exist.
+    Raises RunError for a path that does not exist.
     """
     if name in PRESET_NAMES:
         return str(PRESETS / name)

@@ -18,13 +18,14 @@ MAGIC, HEADER_BYTES = 20240520, 1024
 # Files that show that .bin files beside them are of Megatron, litdata or MosaicML, or that the
 # tokens are those of nanoGPT's characters.
 OF_OTHERS = ("*.idx", "index.json", "meta.pkl")
-CHECKED = 65536  # so many tokens at both ends of a shard are checked, and decoded once
+CHECKED = 65536  # so many tokens at both ends of a shard are checked, and bytes for its checksum
 
 
 class Tokens(NamedTuple):
     """The tokens of one part of a data set.
 
-    streams: arrays of tokens [n], memory-mapped. digest: a checksum of the tokens.
+    streams: arrays of tokens [n], memory-mapped. digest: a checksum of the tokens, or of shards
+    (see checksum).
     tokens_per_byte: of the original text, for bits per byte.
     """
 

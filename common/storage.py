@@ -17,9 +17,6 @@ from huggingface_hub import constants
 from common.cli import RunError
 
 DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
-# What stores say of a file that changes when its content does.
-STAMPS = ("size", "mtime", "LastModified", "last_modified", "updated", "created")
-STAMPS += ("ETag", "etag", "md5Hash", "content_md5")
 
 
 def is_remote(path: object) -> bool:
@@ -82,22 +79,29 @@ def fetch(address: str) -> Path:
     try:
         found = path.fs.find(root, detail=True)
     except Exception as error:  # each client has its own; also if there is not even a bucket
-        raise RunError(f"'{address}' cannot be read ({error}): check the address.") from error
+        raise _unreadable(address, error) from error
     if not found:
         raise RunError(f"There is no data set at '{address}': check the address.")
-    facts = [(file, [str(info.get(key)) for key in STAMPS]) for file, info in sorted(found.items())]
 
     def fill(folder: Path) -> None:
-        path.fs.get(root, f"{folder}/", recursive=True)
+        try:
+            path.fs.get(root, f"{folder}/", recursive=True)
+        except Exception as error:
+            raise _unreadable(address, error) from error
 
-    return cached_folder("remote-data", (address, facts), fill) / PurePath(root).name
+    key = address, sorted(found.items())  # with all that the store says of a file
+    return cached_folder("remote-data", key, fill) / PurePath(root).name
+
+
+def _unreadable(address: str, error: Exception) -> RunError:
+    return RunError(f"'{address}' cannot be read ({error}): check the address.")
 
 
 def cached_folder(kind: str, key: object, fill: Callable[[Path], None]) -> Path:
     """Return a folder below HF_HOME/<kind> that `fill` has filled once for this key.
 
     Processes that need the same folder at the same time wait for the first one. The folder exists
-    only if it is complete; what an unfinished `fill` has written stays, for the next one. Raises
+    only if it is complete; the next `fill` overwrites what an unfinished one has left. Raises
     RunError if it cannot be written.
     """
     cache = Path(constants.HF_HOME) / kind

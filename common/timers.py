@@ -36,7 +36,7 @@ PEAK_FLOPS = {
     "AMD Instinct MI250X": 191.5e12,
 }
 OUTSIDE_THE_STEP = ("evaluate", "save")
-IN_ONE_STEP = ("wait",)  # of those since the last log line
+IN_ONE_STEP = ("wait",)  # only the logged step has it; of other phases, the mean is taken
 
 
 class PhaseTimers:
@@ -61,7 +61,7 @@ class PhaseTimers:
     def read(
         self, steps: int, tokens_per_step: int, world_size: int, token_flops: float
     ) -> dict[str, float | None]:
-        """Return the measurements of the steps since the last call; waits for the device.
+        """Return this rank's measurements of the steps since the last call; waits for the device.
 
         "time/<phase>" and "time/total": ms per step. The total is wall-clock time, so it includes
         what is in no phase. "time/wait" is the sum of one step, because only the step that is

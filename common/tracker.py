@@ -20,8 +20,8 @@ from common.launch import gather, rank_and_world_size
 logger = logging.getLogger(__name__)
 
 PROJECT = "one-diff-at-a-time"
-# After a restart, ranks of a lost node may still hold the lock until they give up. The other ranks
-# wait for --dist-timeout (default: 600 s); a shorter one ends this wait early.
+# After a restart, the rank 0 before may still hold the lock, if its node cannot be reached. The new
+# one waits less than --dist-timeout (default: 600 s), for which the other ranks wait for it.
 LOST_NODE_S = 500.0
 LOCKS: dict[Path, FileLock] = {}  # held until the process ends
 # What the log shows of a step's metrics, and how.
@@ -45,7 +45,7 @@ def make_run_dir(args: argparse.Namespace) -> Path:
 
     Without a name, rank 0 chooses one. Rank 0 holds the lock until its process ends. After a
     restart it waits for the lock, at most LOST_NODE_S. Raises RunError if the name cannot be a
-    folder's, if the folder cannot be written, or if another process is training in it.
+    folder's, and on rank 0 if it cannot be written or another process is training in it.
     """
     rank, _ = rank_and_world_size()
     if "://" in args.save_dir:

@@ -213,10 +213,16 @@ def in_background(row: Callable[[Cell], int], cell: Cell) -> int:
     return row(cell)
 
 
+def noted(cell: Cell) -> int:
+    """Return the step of the checkpoint that job scripts take for the newest one."""
+    return int((cell.runs.folder / cell.name / "newest").read_text().strip()[-8:])
+
+
 def interrupted_while_it_trains_on(cell: Cell) -> int:
-    """The exit waits for the checkpoint."""
+    """The exit waits for the checkpoint, and notes it."""
     action = functools.partial(send, signal.SIGINT)
     assert cell.start(kill_in_save=(4, "writing", action)) == 130
+    assert noted(cell) == 20
     return 20
 
 
@@ -235,6 +241,7 @@ def diverged_while_it_trains_on(cell: Cell) -> int:
     slow = functools.partial(time.sleep, 3)
     sentence = r"The training has diverged: at step 25 .* can be resumed from step (15|20)"
     cell.refused(sentence, plant=diverge, kill_in_save=(4, "writing", slow))
+    assert noted(cell) == 20
     return 20
 
 
