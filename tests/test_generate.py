@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers import ROOT, first_then_nightly, save_run, unreadable
+from runner import load_script
 from tokenizers.processors import TemplateProcessing
 from torch import nn
 from transformers import (
@@ -122,6 +123,18 @@ def test_prompts_begin_as_the_tokenizer_begins_texts(ask):
         expected = [likeliest("gpt2-tiny", prompt, 12, begin) for prompt in PROMPTS]
         assert [each["text"] for each in ask(name, *args)] == expected
     assert expected != [likeliest("gpt2-tiny", prompt, 12, True) for prompt in PROMPTS]
+
+
+@pytest.mark.check
+def test_a_chat_begins_once(saved):
+    """Its template has the token; the tokenizer would add it again."""
+    trained = load_trained(str(saved / "begins"), None, None, None)
+    tokenizer = trained.tokenizer
+    tokenizer.chat_template = "{{ bos_token }}{{ messages[0]['content'] }}"
+    rendered = tokenizer.apply_chat_template([{"role": "user", "content": "def"}], tokenize=False)
+    assert tokenizer(rendered)["input_ids"][:2] == [trained.begin] * 2
+    ids = load_script(SCRIPT).encode_prompt("def", trained, chat=True)
+    assert ids == [trained.begin, *tokenizer("def", add_special_tokens=False)["input_ids"]]
 
 
 def no_mask(script) -> None:

@@ -133,6 +133,27 @@ def test_a_compressed_file_is_its_content(tmp_path, tokenizer, name):
         folder = write(tmp_path / end, {name + end: pack(content.encode())})
         assert read(folder / (name + end), tokenizer) == expected
         assert read(folder, tokenizer) == expected
+        halves = content[:5000].encode(), content[5000:].encode()  # as of `cat a.gz b.gz > both.gz`
+        write(folder, {name + end: b"".join(map(pack, halves))})
+        assert read(folder, tokenizer) == expected
+
+
+def test_a_line_ends_where_a_newline_says_so(tmp_path, tokenizer):
+    """And not at the other characters at which Python's splitlines() would cut."""
+    text = "one\u2028two\u2029three\x85four" + words("it")
+    row = json.dumps({"text": text}, ensure_ascii=False) + "\n"
+    for name, content in {"a.jsonl": row, "a.txt": text + "\n", "a.csv": f"text\n{text}\n"}.items():
+        train, evaluation = read(write(tmp_path, {name: content}) / name, tokenizer)
+        assert train.startswith(text[:100]), name
+        assert (train + evaluation).count("\u2028") == 1 and "two" in train
+
+
+def test_columns_in_another_order_are_the_same_columns(tmp_path, tokenizer):
+    rows = "".join(f"{n},{words('a')}\n" for n in range(40))
+    swapped = "".join(f"{words('b')},{n}\n" for n in range(40))
+    folder = write(tmp_path, {"a.csv": f"text,body\n{rows}", "b.csv": f"body,text\n{swapped}"})
+    train, _ = read(folder, tokenizer, "body")
+    assert "This is a" in train and "This is b" in train and "7" not in train
 
 
 def test_folders_of_save_to_disk(tmp_path, tokenizer):
@@ -194,6 +215,9 @@ REFUSED = [
     ({"a.jsonl": TABLE, "b.jsonl": TABLE, "README.md": TWO}, "--dataset-subset one of ['one'"),
     ({"a.txt.zst": b"\x28\xb5\x2f\xfd"}, "has no file that ends in one of: .txt"),
     ({"a.jsonl": TABLE, "b.jsonl": lines("c", more=1)}, "no usable data set ("),
+    ({"a.jsonl": f'{TABLE}{{"text": "broken\n{TABLE}'}, "usable data set (JSON parse error: "),
+    ({"a.jsonl": TABLE + '{"text": "cut off'}, "usable data set (JSON parse error: Missing"),
+    ({"a.jsonl": '{"text": "a", "text": "b"}\n'}, "was specified twice in row 0)"),
     ({"a.jsonl": CHANGES}, "(Couldn't cast array of type string to null): check or replace its"),
     ({"a.jsonl": CHANGES.replace("null", "1")}, "files, or keep only the text column."),
 ]
