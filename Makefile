@@ -84,6 +84,8 @@ format: .venv/.test  ## format the code; lines that are still too long are liste
 # Without an NVIDIA GPU, this index saves gigabytes of CUDA libraries; `make INDEX= train` leaves it
 # out. It is asked once, because pip would retry for minutes if a firewall blocks it.
 INDEX ?= https://download.pytorch.org/whl/cpu
+# .ci/run has a file with an older torch.
+CONSTRAINTS ?= requirements.txt
 ASK := import sys, urllib.request; urllib.request.urlopen(sys.argv[1], timeout=2)
 
 .venv/bin/python:
@@ -93,11 +95,11 @@ ASK := import sys, urllib.request; urllib.request.urlopen(sys.argv[1], timeout=2
 	printf '[global]\nextra-index-url = %s\n' $(INDEX) > .venv/pip.conf
 
 .venv/.train: .venv/bin/python requirements.txt pyproject.toml
-	$(BIN)/python -m pip install --constraint requirements.txt --editable .
+	$(BIN)/python -m pip install --constraint $(CONSTRAINTS) --editable .
 	@touch $@
 
 .venv/.lab: .venv/bin/python requirements.txt pyproject.toml
-	$(BIN)/python -m pip install --constraint requirements.txt --editable '.[lab]'
+	$(BIN)/python -m pip install --constraint $(CONSTRAINTS) --editable '.[lab]'
 	@touch $@ .venv/.train
 
 # Without the packages that training needs, which take 1.5 GB.
@@ -105,13 +107,13 @@ SITE := import tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["pr
 	print(*project["optional-dependencies"]["site"])
 
 .venv/.site: .venv/bin/python requirements.txt pyproject.toml
-	$(BIN)/python -c '$(SITE)' | xargs $(BIN)/python -m pip install --constraint requirements.txt
+	$(BIN)/python -c '$(SITE)' | xargs $(BIN)/python -m pip install --constraint $(CONSTRAINTS)
 	@touch $@
 
 .venv/.test: .venv/bin/python requirements.txt pyproject.toml
-	$(BIN)/python -m pip install --constraint requirements.txt --editable '.[test]'
+	$(BIN)/python -m pip install --constraint $(CONSTRAINTS) --editable '.[test]'
 	@# Apart: where transformers finds it, every start imports it.
-	$(BIN)/python -m pip install --constraint requirements.txt --no-deps --upgrade --target .venv/torchao torchao
+	$(BIN)/python -m pip install --constraint $(CONSTRAINTS) --no-deps --upgrade --target .venv/torchao torchao
 	@touch $@ .venv/.train .venv/.site
 
 clean:
