@@ -130,8 +130,8 @@ def test_all_that_is_different_on_node2(cluster, tmp_path):
     (sentence,) = re.findall(r"^Failed: (.*)\.$", said, re.MULTILINE)
     faults, checksum = sentence.split("; "), r"[0-9a-f]{16}"
     patterns = [
-        rf"node2 has torch 2.12, node1 has {re.escape(torch.__version__)}",
-        rf"node2 has {CHANGED} {checksum}, node1 has {checksum}",
+        rf"node2 has torch 2.12, but rank 0's node has {re.escape(torch.__version__)}",
+        rf"node2 has {CHANGED} {checksum}, but rank 0's node has {checksum}",
         "node2 does not see the file that rank 0 wrote to /run/outputs",
     ]
     assert len(faults) == len(patterns), faults

@@ -179,7 +179,7 @@ def main() -> None:
         say(f"{host}: {', '.join(words)}")
     right = nodes[hosts[0]]  # what rank 0's node has
     faults = [
-        f"{host} has {what} {same.get(what)}, {hosts[0]} has {right[what]}"
+        f"{host} has {what} {same.get(what)}, but rank 0's node has {right[what]}"
         for host, same in nodes.items()
         for what in right
         if same.get(what) != right[what]
