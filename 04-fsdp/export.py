@@ -11,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
 from transformers import GenerationConfig
 from transformers.utils.logging import disable_progress_bar
 
@@ -66,14 +67,20 @@ def main() -> None:
 
     # --- folder ---
     # A rename at the end, so the target is complete if it exists, even if the process is killed.
-    target.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as folder:
-        unfinished = Path(folder) / target.name
-        model.save_pretrained(unfinished, max_shard_size=args.max_shard_size)
-        tokenizer.save_pretrained(unfinished)
-        for file in unfinished.glob("*.safetensors"):  # only the owner could read them
-            file.chmod((unfinished / "config.json").stat().st_mode)
-        unfinished.replace(target)
+    try:
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(prefix=f".{target.name}-", dir=target.parent) as folder:
+            unfinished = Path(folder) / target.name
+            model.save_pretrained(unfinished, max_shard_size=args.max_shard_size)
+            tokenizer.save_pretrained(unfinished)
+            for file in unfinished.glob("*.safetensors"):  # only the owner could read them
+                file.chmod((unfinished / "config.json").stat().st_mode)
+            unfinished.replace(target)
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise RunError(
+            f"{target} could not be written ({reason}): make room, or give another folder."
+        ) from error
     size = sum(file.stat().st_size for file in target.iterdir())
     name = shlex.quote(str(target))
     print(

@@ -151,7 +151,9 @@ def checkout(make_folder) -> Path:
 @pytest.mark.skipif(sys.platform != "linux", reason="elsewhere, workers outlive their torchrun")
 @pytest.mark.parametrize("name", COMMANDS)
 def test_commands_of_the_page(checkout, name):
-    (command,) = [line for _, line in commands(PAGE.read_text()) if re.search(f"-e {name} ", line)]
+    (command,) = [
+        line for _, line in commands(PAGE.read_text()) if re.search(rf"-e {name}\b", line)
+    ]
     done = subprocess.run(
         ["bash", "-c", command],
         cwd=checkout,

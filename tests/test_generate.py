@@ -228,7 +228,7 @@ def test_bad_input(refuse, saved, tmp_path):
         ((run, "-p", text), f"128 positions: give --max-new-tokens {room} or less."),
         ((run, "-p", text * 4), "the model has 128 positions: shorten the prompt."),
         ((run, *GREEDY, "-n", 2), "--temperature 0 always gives the same text"),
-        ((run, "--prompts", tmp_path / "latin.txt"), "cannot be read ('utf-8' codec"),
+        ((run, "--prompts", tmp_path / "latin.txt"), "Cannot read the prompts ('utf-8' codec"),
         ((run, "--output", tmp_path / "thesis"), "thesis already exists"),
         ((run, "--output", tmp_path / "nope/texts.jsonl"), "cannot be written"),
     ):

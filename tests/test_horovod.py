@@ -41,7 +41,8 @@ def with_horovod(make_folder) -> dict[str, str]:
         return environment()
     folder = make_folder("horovod")
     built = folder / "built"
-    env = environment(PIP_TARGET=built, PYTHONPATH=built)
+    # Without --upgrade, pip leaves out horovodrun, because bin exists already.
+    env = environment(PIP_TARGET=built, PIP_UPGRADE=1, PYTHONPATH=built)
     env["PATH"] = f"{built / 'bin'}:{env['PATH']}"
     page = [line for needs, line in commands(PAGE.read_text()) if needs == {"horovod"}]
     first = next(n for n, line in enumerate(page) if line.startswith("git apply"))
