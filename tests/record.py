@@ -80,7 +80,8 @@ def run(command: str, copy: Path) -> tuple[int, str]:
         command = f"git apply {diff} && trap 'git apply --reverse {diff}' EXIT && {command}"
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     done = subprocess.run(["bash", "-c", command], cwd=copy, env=env, **streams)
-    text = done.stdout.decode(errors="replace").replace(f"{copy}/", "")
+    # The copy's .venv leads to the one of this repository.
+    text = done.stdout.decode(errors="replace").replace(f"{copy}/", "").replace(f"{ROOT}/", "")
     # pip warns about the places where this machine looks for packages.
     return done.returncode, re.sub(r"^WARNING: Location .*\n", "", text, flags=re.MULTILINE)
 
