@@ -4,6 +4,7 @@ The subjects are those of where_from.md. Each has a row, a page that names it, a
 diff that other tests run. Below: commands that are typed elsewhere, gpt2.args, and TensorBoard.
 """
 
+import json
 import re
 import subprocess
 import sys
@@ -141,6 +142,17 @@ def test_torch_distributed_launch_starts_chapter_2(tmp_path):
     assert done.returncode == 0 and "x world size 2 x" in done.stderr, done.stderr
     assert "local_rank" not in done.stderr.split("arguments: ")[1].split("versions:")[0]
     assert [metrics["step"] for metrics in read_metrics(tmp_path / "run")] == [1, 2, 3]
+
+
+@pytest.mark.nightly
+def test_torch_distributed_launch_starts_the_classifier(tmp_path):
+    command = "-m torch.distributed.launch --nproc_per_node=2 02-ddp/train_classifier.py"
+    table = tmp_path / "reviews.csv"
+    table.write_text("text,label\n" + "".join(f"{n} is {n % 2},{n % 2}\n" for n in range(99)))
+    words = ("-d", table, "-s", 16, "--num-epochs", 1, "--save-dir", tmp_path, "-e", "run")
+    done = run_script(*command.split(), *words)
+    assert done.returncode == 0, done.stderr
+    assert json.loads((tmp_path / "run/test_report.json").read_text())
 
 
 @pytest.mark.ci
