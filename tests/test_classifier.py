@@ -331,7 +331,7 @@ def test_every_example_once_and_as_many_passes_on_every_rank(world_size, n):
             for sampler in samplers:
                 sampler.set_epoch(epoch)
             parts = [list(sampler) for sampler in samplers]
-            assert {len(part) for part in parts} == {len(samplers[0])}, "or a rank would wait"
+            assert len({len(part) for part in parts}) == 1, "or a rank would wait"
             seen = sorted(index for part in parts for batch in part for index in batch)
             assert seen == list(range(n))
             alone = GroupedSampler(lengths, args, 1, 0)

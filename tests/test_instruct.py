@@ -212,9 +212,10 @@ def test_the_name_of_a_special_token_in_a_prompt_is_text(tokenizer):
     messages = as_messages(prompt, "    an answer that begins with spaces")
     input_ids, labels = encode(messages, tokenizer)
     expected = input_ids[: labels.count(IGNORED)]
-    assert generate.encode_prompt(prompt, tokenizer, chat=True) == expected
+    trained = argparse.Namespace(tokenizer=tokenizer, begin=None)
+    assert generate.encode_prompt(prompt, trained, chat=True) == expected
     assert tokenizer.eos_token_id not in expected
-    assert generate.encode_prompt(end, tokenizer, chat=False) == [tokenizer.eos_token_id]
+    assert generate.encode_prompt(end, trained, chat=False) == [tokenizer.eos_token_id]
 
 
 @pytest.mark.check

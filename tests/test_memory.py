@@ -278,6 +278,6 @@ def test_bad_input(refuse, tmp_path):
         (("--context-parallel", 3), "--context-parallel 3 does not divide half of 1024."),
         (("--context-parallel", 16), "--context-parallel 16 does not divide 8 GPUs."),
         (("--gpus", 12), "--gpus 12 does not fill nodes of 8 GPUs"),
-        (("-s", 4096), "The model has 1024 positions: --seq-length 4096 is more than that"),
+        (("-s", 4096), "The model has 1024 positions: --seq-length 4096 is too long."),
     ):
         assert sentence in refuse(SCRIPT, *args)
