@@ -46,7 +46,7 @@ NOT_CODE = re.compile(
 # Words in the names of files and folders that say which part of a data set is there.
 SPLIT_WORDS = {
     **dict.fromkeys(("train", "training"), "train"),
-    **dict.fromkeys(("validation", "valid", "val", "dev", "eval"), "validation"),
+    **dict.fromkeys(("validation", "valid", "val", "dev", "eval", "evaluation"), "validation"),
     **dict.fromkeys(("test", "testing"), "test"),
 }
 PIECE = 2**20  # characters; a text file is read in pieces, so a large one needs little memory
