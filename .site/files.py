@@ -19,6 +19,7 @@ PLAIN = (".txt", ".json", ".jsonl", ".csv")  # large, and colours would show not
 LEXERS = {".sbatch": "job.sh"}
 
 
+@cache  # many pages show the same script
 def highlighted(text: str, name: str) -> list[str]:
     """Return the lines of a file as HTML, in the colours of the language that its name tells."""
     try:

@@ -56,7 +56,10 @@ def main() -> None:
     def read(held_out: bool) -> Iterator[str]:
         return (each.text for each in documents.read() if each.held_out == held_out)
 
-    trained_on, evaluated_on = (sum(map(len, read(held_out))) for held_out in (False, True))
+    characters = Counter()
+    for text, held_out, _ in documents.read():
+        characters[held_out] += len(text)
+    trained_on, evaluated_on = characters[False], characters[True]
     if not (trained_on and evaluated_on):
         raise RunError(f"{args.dataset_name} is too short to hold text out: give more text.")
     tokenizer = train(args.kind, args.vocab_size, args.min_frequency, read(held_out=False))

@@ -632,9 +632,12 @@ def changed(diff: str) -> list[str]:
     return [line for hunk in hunks(diff) for line in hunk if line[0] in "+-"]
 
 
-def apply(diff: Path, folder: Path) -> subprocess.CompletedProcess:
-    """Apply a diff to the copies of the scripts in a folder, as a reader does it to the scripts."""
-    command = ["git", "apply", "--verbose", str(diff)]
+def apply(diff: Path, folder: Path, *options: str) -> subprocess.CompletedProcess:
+    """Apply a diff to the copies of the scripts in a folder, as a reader does it to the scripts.
+
+    options: of git apply, such as "-C0" for a second diff that changes neighbouring lines.
+    """
+    command = ["git", "apply", "--verbose", *options, str(diff)]
     return subprocess.run(command, cwd=folder, capture_output=True, text=True)
 
 

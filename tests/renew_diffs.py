@@ -1,4 +1,4 @@
-"""Renew the .diff files of diffs/ and solutions/ after a script has changed: make diffs
+"""Renew the .diff files of the chapters after a script has changed: make diffs
 
 A .diff file fits the script of the last commit. Your change of the script is merged into the
 script with the diff, and the difference to your script becomes the new diff. The text of a diff on
@@ -39,9 +39,16 @@ def renewed(text: str) -> str | None:
         if merged.returncode:
             return None
         b.write_text(merged.stdout)
-        words = ["diff", "--no-index", "--no-prefix", "--no-color", "--no-ext-diff", "a", "b"]
+        words = ["diff", "--no-index", "--no-prefix", "--no-color", "--no-ext-diff"]
+        words += [f"-U{context_of(text)}", "a", "b"]
         lines = git(folder, *words).stdout.splitlines(keepends=True)
     return "".join(lines[2:])
+
+
+def context_of(text: str) -> int:
+    """Return how many unchanged lines a diff shows around a change."""
+    hunks = re.split(r"^@@.*\n", text, flags=re.MULTILINE)[1:]
+    return max(len(re.match(r"(?: .*\n)*", hunk)[0].splitlines()) for hunk in hunks)
 
 
 def without_numbers(text: str) -> str:
@@ -50,7 +57,7 @@ def without_numbers(text: str) -> str:
 
 def main() -> None:
     left = []
-    for file in sorted([*ROOT.glob("*/diffs/*.diff"), *ROOT.glob("*/solutions/*.diff")]):
+    for file in sorted(ROOT.glob("[0-9]*/*/*.diff")):
         old, name = file.read_text(), file.relative_to(ROOT)
         new = renewed(old)
         if new is None:

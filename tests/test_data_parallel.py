@@ -5,8 +5,6 @@ Two devices are simulated: DataParallel's own copies of the model run on the CPU
 
 import json
 import os
-import shutil
-import subprocess
 import sys
 import threading
 from pathlib import Path
@@ -17,6 +15,7 @@ from helpers import (
     CHAPTERS,
     EXACT,
     ROOT,
+    apply,
     hand_over,
     patch,
     read_metrics,
@@ -31,7 +30,6 @@ from transformers import GPT2LMHeadModel
 from common.cli import RunError
 
 DIFF = ROOT / "02-ddp/diffs/data-parallel.diff"
-AUTOCAST = ROOT / "05-mixed-precision/diffs/autocast-01.diff"
 OF_THE_MODEL = "model.forward = autocast(model.forward)"
 OF_THE_CLASS = "type(model).forward = autocast(type(model).forward)"
 BUGS = {
@@ -128,13 +126,10 @@ def test_what_cannot_work_is_refused(run, tmp_path, monkeypatch):
 
 def with_autocast(folder: Path) -> Path:
     """Return chapter 1 with both diffs, as five_ways.py makes it."""
-    script = folder / CHAPTERS[0] / "train_llm.py"
-    script.parent.mkdir(parents=True)
-    shutil.copy(ROOT / CHAPTERS[0] / "train_llm.py", script)
-    for diff in (AUTOCAST, DIFF):
-        subprocess.run(["git", "apply", "-C1", diff], cwd=folder, check=True)
-    replace_in(script, OF_THE_MODEL, OF_THE_CLASS)
-    return script.parent
+    copy = patch(CHAPTERS[0], folder)
+    assert apply(DIFF, folder, "-C1").returncode == 0
+    replace_in(copy / "train_llm.py", OF_THE_MODEL, OF_THE_CLASS)
+    return copy
 
 
 @pytest.mark.ci

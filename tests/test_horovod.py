@@ -4,7 +4,6 @@ Unless Horovod is installed, it is built here with the commands of the page.
 """
 
 import importlib.util
-import shutil
 import subprocess
 from pathlib import Path
 
@@ -12,6 +11,7 @@ import pytest
 from helpers import (
     ROOT,
     TORCHRUN,
+    apply,
     commands,
     environment,
     hand_over,
@@ -24,7 +24,6 @@ from helpers import (
 
 CHAPTER = "02-ddp"
 DIFF = ROOT / CHAPTER / "diffs/horovod.diff"
-AUTOCAST = ROOT / "05-mixed-precision/diffs/autocast-02.diff"
 PAGE = ROOT / CHAPTER / "topics/five_ways.md"
 STEPS, MIDDLE = 10, 5
 PASSES = "backward_passes_per_step=accumulation,"
@@ -107,11 +106,8 @@ def test_planted_sum_changes_the_gradients(with_horovod, folder):
 
 def test_bfloat16_with_autocast(with_horovod, folder):
     """Both diffs, as the page says."""
-    copy = folder / "both" / CHAPTER
-    copy.mkdir(parents=True)
-    shutil.copy(ROOT / CHAPTER / "train_llm.py", copy)
-    subprocess.run(["git", "apply", AUTOCAST], cwd=copy.parent, check=True)
-    subprocess.run(["git", "apply", "-C0", DIFF], cwd=copy.parent, check=True)
+    copy = patch(CHAPTER, folder / "both")
+    assert apply(DIFF, copy.parent, "-C0").returncode == 0
     done = horovodrun(with_horovod, copy / "train_llm.py", *few(folder, "bf16"))
     assert done.returncode == 0, done.stderr
     assert_close(folder, "bf16", 1e-3)
