@@ -98,8 +98,8 @@ def name_ranks(hosts: list[tuple[int, str]]) -> str:
 
 def describe_node() -> dict[str, str]:
     """Return what must be the same on all nodes."""
-    same = {"python": platform.python_version()}
-    same |= {each: importlib.metadata.version(each) for each in ("torch", "transformers")}
+    same = {"python": platform.python_version(), "torch": torch.__version__}
+    same["transformers"] = importlib.metadata.version("transformers")
     if torch.cuda.is_available():
         same["GPUs"] = f"{torch.cuda.device_count()} x {torch.cuda.get_device_name()}"
         same["CUDA"] = torch.version.cuda
