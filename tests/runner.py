@@ -95,9 +95,14 @@ def ask_ranks(world_size: int, target: Callable[..., None], *arguments: object) 
 
 
 def load_script(path: Path):
-    """Import a script by its path, anew each time; it finds the modules of its own folder."""
-    if str(path.parent) not in sys.path:
-        sys.path.append(str(path.parent))
+    """Import a script by its path, anew each time; it finds the modules of its own folder.
+
+    Modules with the same names may have been imported from a copy of that folder.
+    """
+    sys.path[:] = [str(path.parent), *(each for each in sys.path if each != str(path.parent))]
+    for module in path.parent.glob("*.py"):
+        if getattr(sys.modules.get(module.stem), "__file__", None) != str(module):
+            sys.modules.pop(module.stem, None)
     spec = importlib.util.spec_from_file_location(path.stem, path)
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
