@@ -374,10 +374,13 @@ class MergedAttention(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, query, key, value):
-        outputs = torch.empty_like(query), torch.empty_like(query)
-        output = outputs[0].float()
-        output = (output + outputs[1].float()).to(query.dtype)
-        log_sum = query.new_empty(query.shape[:3], dtype=torch.float32)
+        sizes = (key.shape[2] - query.shape[2], query.shape[2])
+        parts = zip(key.split(sizes, dim=2), value.split(sizes, dim=2), strict=True)
+        flash = torch.ops.aten._scaled_dot_product_flash_attention
+        (output_1, log_sum_1, *_), (output_2, log_sum_2, *_) = [flash(query, *p) for p in parts]
+        output = output_1.float()
+        output = (output + output_2.float()).to(query.dtype)
+        log_sum = torch.logaddexp(log_sum_1, log_sum_2)
         ctx.save_for_backward(query, key, value, output, log_sum)
         return output
 
