@@ -187,7 +187,11 @@ def test_memory_is_predicted(trainings, kind):
         with pytest.raises(RunError, match="cannot be predicted, because transformers has no SDPA"):
             predict(config, options)
         return
-    predicted = predict(config, options)
+    try:
+        predicted = predict(config, options)
+    except RunError as error:  # since transformers 5.24, Falcon reads numbers from its positions
+        assert kind == "falcon" and "falcon cannot be predicted, because it does not" in str(error)
+        return
     assert f"{predicted['parameters']:,}" == held[1]
     assert predicted["peak"] > 4 * predicted["parameters"]
 
