@@ -43,6 +43,7 @@ CAUSAL_ALTHOUGH_NOT_DECODER = ("gpt_neox", "gpt_neox_japanese")
 NOT_CAUSAL = (
     *("bart", "bigbird_pegasus", "blenderbot", "blenderbot-small", "marian", "mbart", "mvp"),
     *("pegasus", "plbart", "prophetnet", "trocr", "whisper", "cpmant", "xlm", "xlnet"),
+    *("big_bird", "doge", "megatron-bert", "rembert", "roformer"),  # with transformers 5.17
 )
 POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length")
 

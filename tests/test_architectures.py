@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
+import transformers
 from helpers import ROOT, Run, float32, hand_over, random_texts, read_metrics
 from runner import Series, load_script
 from transformers import (
@@ -268,6 +269,8 @@ ALSO: dict[str, dict[str, object]] = {
 }
 DECODER = {"is_decoder": True, "is_encoder_decoder": False}
 NOT_TEXT_ALONE = ("git",)  # it fails without an image
+# transformers 5.17 makes no small configuration of these.
+NOT_SMALL = ("cohere_compass_text", "musicgen", "musicgen_melody")
 
 
 def small_config(kind: str, **changes: object) -> PretrainedConfig:
@@ -307,6 +310,8 @@ def find_fault(config: PretrainedConfig) -> str | None:
 @pytest.mark.parametrize("kind", sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES))
 def test_each_type_predicts_the_next_token_or_is_refused(kind, tmp_path):
     """An encoder, or both, is refused, and also tried as a decoder."""
+    if kind in NOT_SMALL and transformers.__version__.startswith("5.17."):
+        pytest.skip("needs a newer transformers")
     for changes in ({}, DECODER):
         small_config(kind, **changes).save_pretrained(tmp_path)
         try:
