@@ -23,7 +23,7 @@ pytestmark = pytest.mark.check
 
 # More than these is a sign that a script holds what teaches too little.
 FIRST_LINES, ADDED_LINES, MOST_LINES = 290, 65, 465
-COMMON_MODULES, COMMON_LINES = 12, 2431
+COMMON_MODULES, COMMON_LINES = 12, 2433
 SECTIONS = ["setup", "model", "data", "optimizer", "resume", "train"]
 
 
