@@ -354,7 +354,8 @@ def _child(
         limit_files(file_size_limit)
     if script:
         torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count()))
-        sys.argv, sys.path[0] = [script, *args], str(Path(script).resolve().parent)
+        sys.argv = [script, *args]
+        sys.path.insert(0, str(Path(script).resolve().parent))
         runpy.run_path(script, run_name="__main__")
     else:
         sys.argv = [f"{chapter}/train_llm.py", *args]
