@@ -370,12 +370,15 @@ def attend_to_row(n_ranks: int, module, query, key, value, _, dropout=0.0, scali
 
 
 class MergedAttention(torch.autograd.Function):
-    """Holds what the two calls in chapter 5's context_attention.py hold."""
+    """Holds what the two calls in chapter 5's context_attention.py hold.
+
+    It calls a kernel, too, because selective checkpointing saves the outputs of kernels.
+    """
 
     @staticmethod
     def forward(ctx, query, key, value):
-        sizes = (key.shape[2] - query.shape[2], query.shape[2])
-        parts = zip(key.split(sizes, dim=2), value.split(sizes, dim=2), strict=True)
+        ctx.sizes = (key.shape[2] - query.shape[2], query.shape[2])
+        parts = zip(key.split(ctx.sizes, dim=2), value.split(ctx.sizes, dim=2), strict=True)
         flash = torch.ops.aten._scaled_dot_product_flash_attention
         (output_1, log_sum_1, *_), (output_2, log_sum_2, *_) = [flash(query, *p) for p in parts]
         output = output_1.float()
@@ -387,9 +390,11 @@ class MergedAttention(torch.autograd.Function):
     @staticmethod
     def backward(ctx, _):
         query, key, value, *_ = ctx.saved_tensors
-        sizes = (key.shape[2] - query.shape[2], query.shape[2])
         queries = torch.empty_like(query), torch.empty_like(query)
-        pairs = [[torch.empty_like(t) for t in each.split(sizes, dim=2)] for each in (key, value)]
+        pairs = [
+            [torch.empty_like(part) for part in each.split(ctx.sizes, dim=2)]
+            for each in (key, value)
+        ]
         return queries[0] + queries[1], *(torch.cat(pair, dim=2) for pair in pairs)
 
 

@@ -66,8 +66,8 @@ def make_run_dir(args: argparse.Namespace) -> Path:
     except (OSError, NotImplementedError) as error:  # a cluster's file system may not have locks
         reason = getattr(error, "strerror", None) or error
         raise RunError(f"Cannot write to {run_dir} ({reason}): give another --save-dir.") from error
-    # The classifier saves no checkpoints.
-    is_new = hasattr(args, "ckpt_freq") and not (run_dir / "newest").exists()
+    saves = hasattr(args, "ckpt_freq")  # the classifier does not
+    is_new = saves and not (run_dir / "newest").exists()
     hint = f"; to resume it, give -e {run_dir.name}" if is_new else ""
     logger.info(f"the run's folder is {run_dir}{hint}")
     return run_dir
