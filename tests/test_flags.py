@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.fsdp as fsdp
-from helpers import CHAPTERS, ROOT, plant, register, write_narrow
+from helpers import CHAPTERS, plant, register, write_narrow
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader
 from transformers import GPT2LMHeadModel
@@ -32,7 +32,6 @@ VALUES = [
     *("--log-freq", LOG, "--eval-freq", EVALUATE, "--ckpt-freq", SAVE - 1),  # rounded up
     *("--keep-checkpoints", KEEP, "--eval-sequences", SAMPLE),
 ]
-TIMEOUT_S = 77
 
 
 class Seen:
@@ -49,9 +48,7 @@ class Seen:
         self.workers: set[int] = set()
         self.evaluated = 0  # sequences, without padding
         self.compiled = 0
-        self.timeouts: list[float] = []
         forward, init = GPT2LMHeadModel.forward, DataLoader.__init__
-        init_process_group = torch.distributed.init_process_group
 
         @functools.wraps(forward)
         def note_pass(model: GPT2LMHeadModel, *args: object, **options: object) -> object:
@@ -71,14 +68,9 @@ class Seen:
             self.compiled += 1
             return function
 
-        def note_timeout(*args: object, **options: object) -> None:
-            self.timeouts.append(options["timeout"].total_seconds())
-            init_process_group(*args, **options)
-
         monkeypatch.setattr(GPT2LMHeadModel, "forward", note_pass)
         monkeypatch.setattr(DataLoader, "__init__", note_workers)
         monkeypatch.setattr(torch, "compile", do_not_compile)
-        monkeypatch.setattr(torch.distributed, "init_process_group", note_timeout)
 
     def note_step(self, optimizer: torch.optim.Optimizer, *_: object) -> None:
         groups = optimizer.param_groups
@@ -112,22 +104,16 @@ def check(train, tmp_path, monkeypatch) -> Callable[[Path | str], None]:
     inputs = ["-d", tmp_path / "table.jsonl", "-m", model, *VALUES]
 
     def run_and_compare(chapter: Path | str) -> None:
-        has_ranks = "--dist-timeout" in (ROOT / chapter / "train_llm.py").read_text()
         # Of the same text, by the same key of the cache, before anything is noted.
         blocks = blocks_of(tmp_path / "table.jsonl")
         with monkeypatch.context() as patch:
             seen = Seen(patch)
-            hook = register_optimizer_step_post_hook(seen.note_step)
-            try:
-                ranks = ("--dist-timeout", TIMEOUT_S) if has_ranks else ()
-                metrics = train(*inputs, *ranks, chapter=str(chapter))
-            finally:
-                hook.remove()
+            with register_optimizer_step_post_hook(seen.note_step):
+                metrics = train(*inputs, chapter=str(chapter))
         compare(seen, metrics, blocks)
         found = sorted(int(path.name[-8:]) for path in (tmp_path / "run/checkpoints").iterdir())
         saved = sorted({*range(SAVE, len(seen.steps), SAVE), len(seen.steps)})
         assert found == saved[-KEEP:], f"the checkpoints are of {found}"
-        assert seen.timeouts == [TIMEOUT_S] * has_ranks, f"the timeout is {seen.timeouts}"
 
     return run_and_compare
 
@@ -200,55 +186,30 @@ BUGS = {
     "beta1": ("betas=(args.beta1, ", "betas=(0.8, ", "beta1 is"),
     "clipping": ("args.max_grad_norm)", "1.0)", "the norm"),
     "warm-up": ("(step + 1) / args.warmup_steps", "step / args.warmup_steps", "the learning rates"),
-    "decay": ("return 0.1 + 0.9 * (1 +", "return (1 +", "the learning rates"),
     "dtype": ("getattr(torch, args.param_dtype)", "torch.float32", "the weights"),
     "compile": ("    if args.compile:", "    if False:", "the model is not compiled"),
     "workers": ("num_workers=args.num_workers", "num_workers=0", "the workers"),
     "micro-batch": ("limit = min(share, args.batch_size)", "limit = share", "the shapes"),
     "dropout": ("    model.train()\n    loss = ", "    loss = ", "the modes"),
-    "log": (
-        'if state["step"] % args.log_freq == 0 or last',
-        'if state["step"] % 1 == 0 or last',
-        "the logged steps",
-    ),
+    "log": ("% args.log_freq == 0 or last", "% 1 == 0 or last", "the logged steps"),
     "evaluation": ('state["step"] % args.eval_freq', 'state["step"] % 200', "the evaluated steps"),
     "sample": (".sample(args.eval_sequences)", "", "the sequences of an evaluation"),
-    "checkpoints": (
-        'if state["step"] % args.ckpt_freq == 0',
-        'if state["step"] % 50 == 0',
-        "the checkpoints",
-    ),
-    "rounding": (
-        "= math.ceil(args.ckpt_freq / args.log_freq) * args.log_freq",
-        "= args.ckpt_freq",
-        "the",
-    ),
+    "checkpoints": ("% args.ckpt_freq == 0", "% 50 == 0", "the checkpoints"),
     "kept": (
-        "    checkpoints = Checkpoints(",
-        "    args.keep_checkpoints = 2\n    checkpoints = Checkpoints(",
+        "    settings = ",
+        "    args.keep_checkpoints = 2\n    settings = ",
         "the checkpoints",
     ),
-    "tokens": (
-        "timers.read(steps, tokens_per_step",
-        "timers.read(steps, micro_batch_size * args.seq_length",
-        "the tokens",
-    ),
-    "timeout": ("seconds=args.dist_timeout", "seconds=600", "the timeout"),
+    "tokens": ("timers.read(steps, tokens_per_step", "timers.read(steps, 32", "the tokens"),
 }
-
-
-def chapter_with(bug: str) -> str:
-    return CHAPTERS[bug == "timeout"]  # chapter 1 has none
-
-
-for name, (right, wrong, _) in BUGS.items():
-    register(chapter_with(name), [(right, wrong)])
+for right, wrong, _ in BUGS.values():
+    register(CHAPTERS[0], [(right, wrong)])
 
 
 @pytest.mark.parametrize("bug", BUGS)
 def test_planted_flag_that_is_not_heard(bug, check, tmp_path):
     right, wrong, complaint = BUGS[bug]
-    chapter = plant(chapter_with(bug), tmp_path / "chapter", [(right, wrong)])
+    chapter = plant(CHAPTERS[0], tmp_path / "chapter", [(right, wrong)])
     with pytest.raises(AssertionError, match=f"^{complaint}"):
         check(chapter)
 
@@ -256,8 +217,8 @@ def test_planted_flag_that_is_not_heard(bug, check, tmp_path):
 # --- flags of sharding ---
 
 SHARDING_VALUES = [
-    *("--no-reshard-after-forward", "--cpu-offload"),
-    *("--reduce-dtype", "float32", "--param-dtype", "bfloat16", "--tokenizer-name", "gpt2-tiny"),
+    *("--no-reshard-after-forward", "--cpu-offload", "--tokenizer-name", "gpt2-tiny"),
+    *("--reduce-dtype", "float32", "--param-dtype", "bfloat16"),
     *("-s", LENGTH, "-b", 2, "--global-batch-size", 6, "--max-steps", 1),
 ]
 
