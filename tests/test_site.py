@@ -14,11 +14,12 @@ from collections.abc import Callable, Iterator
 from http.server import SimpleHTTPRequestHandler, ThreadingHTTPServer
 from itertools import chain, pairwise
 from pathlib import Path
+from unittest import mock
 
 import pytest
 import report
 from cluster import give_up
-from helpers import CHAPTERS, ROOT, apply, copy_repository, environment, name_of
+from helpers import CHAPTERS, ROOT, apply, changed, copy_repository, environment, name_of
 from playwright.sync_api import Browser, Page, Request, sync_playwright
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
@@ -129,8 +130,6 @@ def test_it_needs_no_network(site):
 
 # --- scripts and diffs ---
 
-Row = tuple[str, str, str]  # the sign of a diff, the number of the line, its text
-
 
 def before_and_after(source: Path, folder: Path) -> list[Path]:
     """Return the older and the newer script of which a page shows the differences."""
@@ -144,22 +143,8 @@ def before_and_after(source: Path, folder: Path) -> list[Path]:
     return [ROOT / patched, folder / patched]
 
 
-def changes(before: Path, after: Path) -> list[Row]:
-    """Return the lines that `git diff` shows. A removed line has no number."""
-    command = ["git", "diff", "--no-index", "--no-color", "--no-ext-diff", "-U0", before, after]
-    done = subprocess.run(command, capture_output=True, text=True)
-    found, number = [], 0
-    for line in re.search(r"^@@ (?:.*\n)*", done.stdout, re.MULTILINE)[0].splitlines():
-        if start := re.match(r"@@ -\S+ \+(\d+)", line):
-            number = int(start[1])
-        else:
-            found.append((line[0], str(number) if line[0] == "+" else "", line[1:]))
-            number += line[0] == "+"
-    return found
-
-
-def rows(page: Path) -> dict[str, Row]:
-    """Return the lines of a script's page by the names of their places."""
+def rows(page: Path) -> dict[str, tuple[str, str, str]]:
+    """Map the places of a script's page to lines: the sign of a diff, the number and the text."""
     row = r'<span class="row (\w+)" id="(\w+)"><a class="number"[^>]*>(\d*)</a>(.*)\n</span>'
     signs = {"new": "+", "old": "-", "same": " "}
     found = re.findall(row, read(page))
@@ -167,33 +152,25 @@ def rows(page: Path) -> dict[str, Row]:
 
 
 @pytest.mark.ci
-def test_marked_lines_are_those_of_git_diff(site, tmp_path):
+def test_pages_of_scripts_show_both_scripts_and_the_lines_of_git_diff(site, tmp_path):
+    """On one page with marks, and on another side by side."""
     for source in scripts_and_diffs()[1:]:
         before, after = before_and_after(source, tmp_path / source.parent.name / source.stem)
+        command = ["git", "diff", "--no-index", "--no-color", "--no-ext-diff", before, after]
+        diff = subprocess.run(command, capture_output=True, text=True).stdout
         shown = [*rows(site / page_of(source)).values()]
-        assert [row for row in shown if row[0] != " "] == changes(before, after) != []
+        marked = [f"{sign}{text}" for sign, _, text in shown if sign != " "]
+        assert marked == changed(diff) != []
         lines = after.read_text().splitlines()
         numbered = [(str(number), line) for number, line in enumerate(lines, start=1)]
         assert [row[1:] for row in shown if row[0] != "-"] == numbered
-
-
-@pytest.mark.ci
-def test_the_columns_side_by_side_are_both_scripts(site, tmp_path):
-    for source in scripts_and_diffs()[1:]:
-        scripts = before_and_after(source, tmp_path / source.parent.name / source.stem)
         page = read(site / page_of(source.with_stem(f"{source.stem}-side-by-side")))
-        for age, script in zip(("older", "newer"), scripts, strict=True):
+        for age, script in (("older", before), ("newer", after)):
             lines = re.findall(rf'<pre class="{age} \w+">(.*?)</pre>', page)
             assert [text_of(line) for line in lines] == script.read_text().splitlines(), source
-
-
-@pytest.mark.ci
-def test_chapter_1_shows_its_script_without_marks(site):
     script = (ROOT / CHAPTERS[0] / "train_llm.py").read_text()
     shown = rows(site / CHAPTERS[0] / "train_llm.html").values()
-    assert [(" ", line) for line in script.splitlines()] == [
-        (sign, text) for sign, _, text in shown
-    ]
+    assert [row[::2] for row in shown] == [(" ", line) for line in script.splitlines()]
 
 
 @pytest.mark.ci
@@ -221,8 +198,8 @@ def test_each_hunk_of_a_lesson_is_linked_with_its_lines(site):
 def test_planted_mistakes_are_warnings(tmp_path):
     copy_repository(tmp_path)
     folder = tmp_path / CHAPTERS[1]
-    lesson = folder / "README.md"
-    lesson.write_text(lesson.read_text() + "\n[one](gone.md) and [two](reference.md#gone)\n")
+    with (folder / "README.md").open("a") as lesson:
+        lesson.write("\n[one](gone.md) and [two](reference.md#gone)\n")
     (folder / "forgotten.md").write_text("# A page that is not in the sidebar\n")
     (folder / "measurements.md").unlink()
     warnings = build(tmp_path, tmp_path / "build/site")
@@ -247,16 +224,14 @@ def browser() -> Iterator[Browser]:
 @pytest.fixture(scope="module")
 def address(site) -> Iterator[str]:
     """The site as a server sends it: from a file, the search cannot show excerpts."""
-    handler = functools.partial(QuietHandler, directory=site)
-    with ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+    handler = functools.partial(SimpleHTTPRequestHandler, directory=site)
+    with (
+        mock.patch.object(SimpleHTTPRequestHandler, "log_message"),
+        ThreadingHTTPServer(("127.0.0.1", 0), handler) as server,
+    ):
         threading.Thread(target=server.serve_forever, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
-
-
-class QuietHandler(SimpleHTTPRequestHandler):
-    def log_message(self, *args: object) -> None:
-        pass
 
 
 @pytest.fixture
@@ -298,20 +273,10 @@ def test_no_page_is_wider_than_the_screen(visit, site, address, width, scheme):
 
 
 @pytest.mark.nightly
-def test_the_search_finds_words(visit):
+def test_a_result_of_the_search_leads_to_the_words(visit):
     page = visit("README.html")
-    page.get_by_placeholder("Search").fill("all-gather")
+    page.get_by_placeholder("Search").fill("hsdp")
     page.keyboard.press("Enter")
-    results = page.locator("ul.search li a")
-    results.first.wait_for()
-    page.wait_for_timeout(1000)
-    found = [link.get_attribute("href") for link in results.all()]
-    assert any(href.startswith("04-fsdp/README.html") for href in found), found
-
-
-@pytest.mark.nightly
-def test_a_result_leads_to_the_words(visit):
-    page = visit("search.html?q=hsdp")
     page.locator("ul.search a[href='04-fsdp/README.html']").click()
     page.wait_for_function(
         """[...document.querySelectorAll("article .highlighted")].some(word => {
@@ -322,63 +287,13 @@ def test_a_result_leads_to_the_words(visit):
 
 
 @pytest.mark.nightly
-def test_a_hunk_leads_to_its_lines_and_back(visit):
-    page = visit("04-fsdp/README.html")
-    link = page.locator(".shown-lines a").first
-    link.click()
-    anchor = page.url.partition("#")[2]
-    row = page.locator(f"[id='{anchor}']")
-    row.scroll_into_view_if_needed()
-    assert "layers = next(" in row.text_content()
-    row.locator("xpath=preceding-sibling::*[1]").locator("a").click()
-    assert page.url.endswith(f"04-fsdp/README.html#train_llm-{anchor}")
-    assert page.locator(f"[id='train_llm-{anchor}']").is_visible()
-
-
-@pytest.mark.nightly
 @pytest.mark.parametrize("scheme", SCHEMES)
-def test_marked_lines_have_a_colour_on_which_text_is_readable(visit, scheme):
-    """The contrast is at least 4.5, as the Web Content Accessibility Guidelines (level AA) ask."""
+def test_new_and_removed_lines_have_colours_of_their_own(visit, scheme):
     page = visit("04-fsdp/train_llm.html", scheme=scheme)
-    below = page.evaluate("getComputedStyle(document.querySelector('.script')).backgroundColor")
-    marks = {}
-    for kind in ("new", "old", "same"):
-        mark, texts = page.evaluate(COLOURS, kind)
-        marks[kind] = over(channels(mark), channels(below))
-        assert len(texts) > 2
-        for text in texts:
-            assert contrast(channels(text), marks[kind]) >= 4.5, (kind, text)
-    assert len({*marks.values()}) == 3, marks
-
-
-COLOURS = """kind => {
-    const rows = [...document.querySelectorAll(`.row.${kind}`)];
-    const texts = rows.flatMap(row => [row, ...row.querySelectorAll("*")]);
-    const shown = texts.filter(each => each.textContent.trim());
-    const colours = new Set(shown.map(each => getComputedStyle(each).color));
-    return [getComputedStyle(rows[0]).backgroundColor, [...colours]];
-}"""
-
-
-def channels(colour: str) -> tuple[float, ...]:
-    """Return red, green, blue (0 to 255) and opacity (0 to 1)."""
-    return (*map(float, re.findall(r"[\d.]+", colour)), 1.0)[:4]
-
-
-def over(top: tuple[float, ...], below: tuple[float, ...]) -> tuple[float, ...]:
-    return tuple(top[3] * a + (1 - top[3]) * b for a, b in zip(top[:3], below, strict=False))
-
-
-def contrast(first: tuple[float, ...], second: tuple[float, ...]) -> float:
-    """Return the ratio that WCAG 2 defines, from 1 to 21."""
-    dark, light = sorted(map(luminance, (first, second)))
-    return (light + 0.05) / (dark + 0.05)
-
-
-def luminance(colour: tuple[float, ...]) -> float:
-    shares = (channel / 255 for channel in colour[:3])
-    linear = (c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in shares)
-    return sum(weight * c for weight, c in zip((0.2126, 0.7152, 0.0722), linear, strict=True))
+    colour = "row => getComputedStyle(row).backgroundColor"
+    kinds = ("new", "old", "same")
+    colours = [page.locator(f".row.{kind}").first.evaluate(colour) for kind in kinds]
+    assert len({*colours}) == 3, colours
 
 
 @pytest.mark.nightly
