@@ -13,9 +13,10 @@ import re
 import subprocess
 import tempfile
 import tokenize
-from itertools import chain, pairwise, product
+from itertools import pairwise, product
 from pathlib import Path
 
+import helpers
 import pytest
 from helpers import CHAPTERS, ROOT, assert_clean, patch
 
@@ -37,11 +38,10 @@ def hunks(old: str, new: str) -> list[tuple[list[str], list[str]]]:
         command = ["git", "diff", "--no-index", "--no-color", "--no-ext-diff", "-U0", *paths]
         done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode in (0, 1), done.stderr
-    found = []
-    for hunk in re.split(r"^@@.*\n", done.stdout, flags=re.MULTILINE)[1:]:
-        lines = hunk.splitlines()
-        found.append(tuple([line[1:] for line in lines if line[0] == sign] for sign in "-+"))
-    return found
+    return [
+        tuple([line[1:] for line in lines if line[0] == sign] for sign in "-+")
+        for lines in helpers.hunks(done.stdout)
+    ]
 
 
 @functools.cache
@@ -51,24 +51,17 @@ def names(text: str) -> set[str]:
     return words - {*keyword.kwlist, "_"}
 
 
-def code(line: str) -> list[str]:
-    """Return the words and signs of a line, less its comment."""
-    return re.findall(r"\w+|[^\w\s]", re.sub(r"(^|\s)#.*", "", line))
-
-
 @functools.cache
 def flags(text: str) -> dict[str, dict[str, str]]:
-    """Map each flag, in the order of the parser's groups, to its group, names and arguments."""
+    """Map each flag, in the order of the parser, to its names and arguments."""
     (get_args,) = (each for each in ast.parse(text).body if getattr(each, "name", "") == "get_args")
-    found, group = {}, ""
+    found = {}
     for statement in get_args.body:
-        if "add_argument_group" in ast.unparse(statement):  # add = parser.add_argument_group(...
-            group = ast.unparse(statement)
-        elif isinstance(statement, ast.Expr):  # add(...)
+        if isinstance(statement, ast.Expr):  # add(...)
             words = [word.value for word in statement.value.args]  # -s, --seq-length
             keywords = statement.value.keywords  # that of **options is None
             arguments = {str(each.arg): ast.unparse(each.value) for each in keywords}
-            found[words[-1]] = {"group": group, "names": ", ".join(words), **arguments}
+            found[words[-1]] = {"names": ", ".join(words), **arguments}
     return found
 
 
@@ -86,21 +79,12 @@ def moved_lines(old: str, new: str) -> list[str]:
 def renamed_names(old: str, new: str) -> list[str]:
     gone, fresh = names(old) - names(new), names(new) - names(old)
     complaints = []
-    for line, new_line in chain(*(product(*hunk) for hunk in hunks(old, new))):
-        for name, new_name in replaced(code(line), code(new_line)):
-            if name in gone and new_name in fresh:
-                complaints.append(f"{name} is renamed to {new_name}: {new_line.strip()}")
+    for removed, added in hunks(old, new):
+        for line, name, new_name in product(removed, gone, fresh):
+            renamed = re.sub(rf"\b{name}\b", new_name, line)
+            if renamed != line and renamed in added:
+                complaints.append(f"{name} is renamed to {new_name}: {renamed.strip()}")
     return complaints
-
-
-def replaced(code: list[str], new_code: list[str]) -> list[tuple[str, str]]:
-    """Return the pairs of names in which two lines differ; none if they differ in more."""
-    if len(code) != len(new_code):
-        return []
-    pairs = set(zip(code, new_code, strict=True))
-    consistent = all(len(set(side)) == len(pairs) for side in zip(*pairs, strict=True))
-    differ = sorted((a, b) for a, b in pairs if a != b)
-    return differ if consistent and all(name.isidentifier() for name in chain(*differ)) else []
 
 
 def lines_over_budget(old: str, new: str) -> list[str]:
@@ -120,10 +104,6 @@ def changed_flags(old: str, new: str) -> list[str]:
             complaints += [f"{flag}: {key} was {was}, is {now}"] * (was != now)
     if kept != [flag for flag in after if flag in before]:
         complaints.append(f"flags in another order: {list(after)}")
-    for flag, following in pairwise(after):
-        same_group = after[flag]["group"] == after[following]["group"]
-        if same_group and flag not in before and following in before:
-            complaints.append(f"{flag} is new and stands before {following}")
     return complaints
 
 
@@ -167,7 +147,6 @@ def test_chapters_keep_what_was_before(rule):
 def test_chapter_1_fits_its_budget():
     assert lines_over_budget("", read(CHAPTERS[0])) == []
     assert lines_over_budget("", "pass\n" * 291) == ["291 lines, of at most 290"]
-    assert lines_over_budget("pass\n" * 430, "pass\n" * 466) == ["466 lines, of at most 465"]
 
 
 def test_sections_and_docstrings():
