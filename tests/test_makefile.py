@@ -67,29 +67,25 @@ def test_the_package_index_is_asked_before_it_is_used(has_gpu, reachable, tmp_pa
     settings = tmp_path / ".venv/pip.conf"
     assert settings.exists() == (reachable and not has_gpu)
     if settings.exists():
-        expected = "[global]\nextra-index-url = https://download.pytorch.org/whl/cpu\n"
-        assert settings.read_text() == expected
-
-
-SCRIPT = "".join(f"line_{n} = {n}\n" for n in range(30))
+        address = "https://download.pytorch.org/whl/cpu"
+        assert settings.read_text() == f"[global]\nextra-index-url = {address}\n"
 
 
 def test_diffs_are_renewed_after_a_change_of_the_script(tmp_path, monkeypatch):
-    (tmp_path / "01-x/diffs").mkdir(parents=True)
-    script, diff = tmp_path / "01-x/train_llm.py", tmp_path / "01-x/diffs/twenty.diff"
-    script.write_text(SCRIPT)
+    (tmp_path / "01-x").mkdir()
+    script, diff = tmp_path / "01-x/train_llm.py", tmp_path / "twenty.diff"
+    before = "".join(f"line_{n} = {n}\n" for n in range(30))
+    script.write_text(before)
     shell("git init --quiet && git add .", tmp_path)
     shell("git -c user.name=x -c user.email=x@example.org commit --quiet -m x", tmp_path)
-    script.write_text(SCRIPT.replace("line_20 = 20", "line_20 = 0"))
-    diff.write_text(shell("git diff | sed 1,2d", tmp_path).stdout)
+    script.write_text(before.replace("line_20 = 20", "line_20 = 0"))
+    old = shell("git diff | sed 1,2d", tmp_path).stdout
     monkeypatch.setattr(renew_diffs, "ROOT", tmp_path)
-    for change, after in (("line_2 = two", "20 = 0"), ("line_15 = x\nline_15b = x", "20 = 0")):
-        old = change.split(" =")[0]
-        changed = re.sub(rf"^{old} = .*", change, SCRIPT, flags=re.M)
-        script.write_text(changed)
-        new = renew_diffs.renewed(diff.read_text())
-        (tmp_path / "new.diff").write_text(new)
-        assert shell("git apply new.diff", tmp_path).returncode == 0
-        assert after in script.read_text() and change in script.read_text()
-    script.write_text(SCRIPT.replace("line_20 = 20", "line_20 = 21"))
-    assert renew_diffs.renewed(diff.read_text()) is None, "both change the same line"
+    for change in ("line_2 = two", "line_15 = x\nline_15b = x"):
+        replaced = re.sub(rf"^{change.split(' =')[0]} = .*", change, before, flags=re.M)
+        script.write_text(replaced)
+        diff.write_text(renew_diffs.renewed(old))
+        assert shell("git apply twenty.diff", tmp_path).returncode == 0
+        assert script.read_text() == replaced.replace("line_20 = 20", "line_20 = 0")
+    script.write_text(before.replace("line_20 = 20", "line_20 = 21"))
+    assert renew_diffs.renewed(old) is None, "both change the same line"
