@@ -512,7 +512,7 @@ def test_the_front_page_spells_out_what_make_installs():
 def test_demo(checkout):
     """Two in a row have runs of their own, and the losses of both processes are the same."""
     for demos in (1, 2):
-        shown = run_in(checkout, "make demo ARGS='--max-steps 20 --log-freq 10'")
+        shown = run_in(checkout, "make demo ARGS='--max-steps 20 --log-freq 10 --eval-sequences 2'")
         rows = re.findall(r"^ *(\d+) +(\d+\.\d+) +(\d+\.\d+)$", shown, re.MULTILINE)
         assert [int(step) for step, _, _ in rows] == [10, 20]
         for _, one, two in rows:
