@@ -285,9 +285,8 @@ def test_a_result_of_the_search_leads_to_the_words(visit):
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_new_and_removed_lines_have_colours_of_their_own(visit, scheme):
-    page = visit("04-fsdp/train_llm.html", scheme=scheme)
+def test_new_and_removed_lines_have_colours_of_their_own(visit):
+    page = visit("04-fsdp/train_llm.html")
     colour = "row => getComputedStyle(row).backgroundColor"
     kinds = ("new", "old", "same")
     colours = [page.locator(f".row.{kind}").first.evaluate(colour) for kind in kinds]
