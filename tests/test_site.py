@@ -19,7 +19,7 @@ from unittest import mock
 import pytest
 import report
 from cluster import give_up
-from helpers import CHAPTERS, ROOT, apply, changed, copy_repository, environment, name_of
+from helpers import CHAPTERS, ROOT, changed, copy_repository, environment, name_of, patch
 from playwright.sync_api import Browser, Page, sync_playwright
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
@@ -136,11 +136,9 @@ def before_and_after(source: Path, folder: Path) -> list[Path]:
     if source.suffix == ".py":
         scripts = [ROOT / chapter / "train_llm.py" for chapter in CHAPTERS]
         return scripts[scripts.index(source) - 1 :][:2]
-    (patched,) = re.findall(r"^--- a/(\S+)", source.read_text(), re.MULTILINE)
-    (folder / patched).parent.mkdir(parents=True)
-    shutil.copy(ROOT / patched, folder / patched)
-    assert apply(source, folder).returncode == 0
-    return [ROOT / patched, folder / patched]
+    (chapter,) = re.findall(r"^--- a/(\S+)/train_llm.py", source.read_text(), re.MULTILINE)
+    patched = patch(chapter, folder, diff=source)
+    return [each / "train_llm.py" for each in (ROOT / chapter, patched)]
 
 
 def rows(page: Path) -> dict[str, tuple[str, str, str]]:
