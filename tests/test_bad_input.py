@@ -1,12 +1,10 @@
 """Bad input ends in one sentence on stderr and status 2; nothing that was there is lost."""
 
-import argparse
 import json
 import os
 import re
 import shutil
 import sys
-import types
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,7 +15,7 @@ from runner import finish, load_script, start
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from common import checkpoint, launch, models, storage
+from common import launch, models, storage
 from common.cli import RunError
 
 SCRIPT = "01-single-gpu/train_llm.py"
@@ -113,55 +111,46 @@ REFUSALS: list[tuple[Files, tuple[object, ...], str]] = [
     ({"a.txt": "Straße".encode("utf-16")}, ("-d", "{}/a.txt"), "a.txt is not UTF-8 ("),
     ({"a.csv": TABLE}, ("-d", "{}/a.csv"), "column 'text'...--text-column one of question, answer"),
     ({"a.csv": TABLE}, ("-d", "{}/a.csv", "--text-column", "body"), "no text column 'body'"),
-    *(
-        ({f"data.{form}": b"none"}, ("-d", f"{{}}/data.{form}"), f"{form} has no usable data set (")
-        for form in ("parquet", "jsonl")
-    ),
+    ({"a.parquet": b"none"}, ("-d", "{}/a.parquet"), "a.parquet has no usable data set ("),
     ({"data.gz": b"\x1f\x8b"}, ("-d", "{}/data.gz"), "data.gz does not end in one of: .txt"),
+    ({"a.json": '["a", 3]'}, ("-d", "{}/a.json"), "no text column 'text': no column is text"),
     *(
-        ({"data.json": text}, ("-d", "{}/data.json"), "no text column 'text': no column is text")
-        for text in ('["a", 3]', '["a", {"text": "b"}]')
-    ),
-    *(
-        ({"data.json": text}, ("-d", "{}/data.json"), "data.json has no usable data set (")
-        for text in ("3", '["a", "b"', "", b'["\xe4"]')
+        ({"a.json": text}, ("-d", "{}/a.json"), "a.json has no usable data set (")
+        for text in ("", '["a", "b"')
     ),
     ({"a.txt": "Few words."}, ("-d", "{}/a.txt"), "shorter than one sequence of 128 tokens"),
     ({"a.txt": ""}, ("-d", "{}/a.txt"), "The training part of {}/a.txt is shorter than one"),
-    *(
-        ({f"a.txt{end}": b"none"}, ("-d", f"{{}}/a.txt{end}"), f"a.txt{end} has no usable text (")
-        for end in (".gz", ".bz2", ".xz")
-    ),
+    ({"a.txt.xz": b"none"}, ("-d", "{}/a.txt.xz"), "a.txt.xz has no usable text ("),
     ({}, (*CORPUS, "--global-batch-size", 5000), "5000 must be a multiple of 1...at most 262"),
     # models
     ({}, ("-m", "some/model"), f"There is no model or tokenizer 'some/model'{HUB}"),
     ({}, ("-m", "a/b/c"), "There is no model or tokenizer at 'a/b/c'"),
-    ({"empty": {}}, ("-m", "{}/empty"), "has no usable tokenizer"),
+    ({"empty": {}}, ("-m", "{}/empty"), NO_TOKENIZER),
     ({}, ("--pretrained",), "preset gpt2-tiny has no weights: leave out --pretrained"),
     ({}, ("-m", ROOT / "common/presets/gpt2-tiny"), NO_TOKENIZER),
-    *(
-        ({"model/tokenizer.json": text}, MODEL, NO_TOKENIZER)
-        for text in ("", "[]", "{}", '{"model": {}}', DAMAGED_TOKENIZER)
-    ),
-    *(
-        (gpt2_with(n_layer=value), MODEL, "no usable tokenizer (...'n_layer' expected int")
-        for value in ("two", [2], None)
-    ),
+    *(({"model/tokenizer.json": text}, MODEL, NO_TOKENIZER) for text in ("", DAMAGED_TOKENIZER)),
+    (gpt2_with(n_layer="two"), MODEL, "no usable tokenizer (...'n_layer' expected int"),
     (gpt2_with(vocab_size=1000), MODEL, "The tokenizer has 4096 tokens and the model only 1000"),
     ({"model/adapter_config.json": "{}"}, PRETRAINED, "holds an adapter of PEFT: merge it into"),
     # mamba has no attention heads, and gemma3 has the vocabulary size in a nested configuration.
     *(
         (gpt2_with(model_type=name), MODEL, f"({name}) is not a causal language model")
-        for name in ("bert", "bart", "t5", "vit", "mamba", "gemma3")
+        for name in ("t5", "mamba", "gemma3")
     ),
+    ({"model/model.safetensors": b""}, PRETRAINED, "{}/model has no usable weights (Error while "),
     # the run's folder
-    *(({}, (*CORPUS, "-e", name), NAME) for name in ("a/b", "..", "a b:c", "run ", "", "a" * 201)),
+    *(({}, (*CORPUS, "-e", name), NAME) for name in ("a/b", "..", "")),
     ({"f": ""}, (*CORPUS, "-e", "a", "--save-dir", "{}/f"), "Cannot write to...another --save-dir"),
-    ({}, (*CORPUS, "-e", "a", "--save-dir", "/proc"), "Cannot write to /proc/"),
     ({}, (*CORPUS, "--save-dir", "s3://bucket"), "--save-dir is a local folder; --checkpoint-dir"),
     (CLASSIFIER, RUN, "{}/run is the folder of a classifier: give another -e."),
+    # another training
     ({}, (*RUN, "--lr", 1e-3), "was started with --lr 0.03125, not 0.001: give the old value"),
+    ({}, (*RUN, "--max-steps", 5), "was started with total_steps 4, not 5 (see --max-steps"),
     ({"corpus.json": json.dumps(["x" * 999] * 99)}, RUN, "with dataset_checksum...--dataset-name)"),
+    (
+        gpt2_with(vocab_size=4096, n_embd=32, n_head=4, n_layer=1),
+        *(RUN, "was started with model ...(see --model-name"),
+    ),
 ]
 
 
@@ -195,10 +184,7 @@ def test_refused(refuse, folder, files, args, expected):
     [
         (("-b", "0"), "'0' is not a whole number from 1 to 2147483648"),
         (("--lr", "nan"), "'nan' is not a number"),
-        (("--num-epochs", "0"), "'0' is not a number from 1e-06"),
-        (("--max-grad-norm", "0"), "'0' is not a number from 1e-06"),
         (("--seed", str(2**40)), "is not a whole number"),
-        (("--param-dtype", "float8"), "invalid choice: 'float8'"),
         (("@/no/such/file",), "No such file"),
         (("--batch", "3"), "unrecognized arguments: --batch 3"),
     ],
@@ -232,22 +218,7 @@ def test_a_cache_that_cannot_be_written(refuse, folder, monkeypatch):
     assert "Cannot write to the cache /proc/nothing" in refuse(*CORPUS)
 
 
-@pytest.mark.check
-def test_the_hub_is_quoted():
-    said = str(models.cannot_load("model", "some/model", OSError("No such repository: 404")))
-    assert said.startswith("There is no model 'some/model'")
-    assert "the hub says: No such repository: 404. Without a network," in said
-
-
-# --- weights and checkpoints that are cut short, missing or of another model ---
-
-
-def test_weights_cut_short(refuse, folder):
-    file = folder / "model/model.safetensors"
-    for length in (file.stat().st_size // 2, 0):
-        os.truncate(file, length)
-        said = refuse(*PRETRAINED)
-        assert said.startswith(f"{folder}/model has no usable weights (Error while ")
+# --- weights that are missing or of another model ---
 
 
 TENSOR = "transformer.h.1.mlp.c_fc.weight"
@@ -262,11 +233,9 @@ def test_weights_that_are_not_those_of_the_configuration(refuse, folder, cut):
     if cut:
         weights[TENSOR] = tensor[1:].clone()
     save_file(weights, file, metadata={"format": "pt"})
-    assert refuse(*PRETRAINED) == (
-        f"The weights of {folder}/model have no {TENSOR} of the right shape: get all files that "
-        "match config.json, or leave out --pretrained."
-    )
-    with pytest.raises(RunError, match=f"have no {TENSOR} of the right shape"):
+    expected = f"have no {TENSOR} of the right shape"
+    assert expected in refuse(*PRETRAINED)
+    with pytest.raises(RunError, match=expected):
         models.load_pretrained(str(folder / "model"), None, AutoModelForSequenceClassification)
 
 
@@ -281,34 +250,7 @@ def test_a_new_head_and_tied_weights_are_not_missing(folder):
     assert torch.equal(model.state_dict()[TENSOR], weights[TENSOR])
 
 
-# --- another training ---
-
-
-def settings_of(changed: str | None = None) -> dict[str, object]:
-    """Return what chapter 1 fixes for a run: all values are 1, but that of `changed` is 3."""
-
-    def value(name: str) -> int:
-        return 3 if name == changed else 1
-
-    config = types.SimpleNamespace(to_dict=lambda: {"n_head": value("model n_head")})
-    names = ("seq_length", "global_batch_size", "lr", "beta1", "a_new_flag")
-    args = argparse.Namespace(**dict.fromkeys(checkpoint.MAY_CHANGE, None))
-    vars(args).update({name: value(name) for name in names})
-    data = types.SimpleNamespace(digest=value("dataset_checksum"))
-    model = types.SimpleNamespace(config=config)
-    return checkpoint.fixed_settings(args, model, data, value("total_steps"))
-
-
-@pytest.mark.check
-def test_each_fixed_setting_that_is_changed_is_refused_by_name():
-    """And a new argument that nobody has listed, and each entry of the model's configuration."""
-    settings = settings_of()
-    assert checkpoint.difference(settings, settings_of()) is None
-    assert {"a_new_flag", "beta1", "model n_head", "total_steps"} < settings.keys()
-    for name in settings.keys() - {"sources"}:
-        said = checkpoint.difference(settings, settings_of(name))
-        shown = name if name.split()[0] in checkpoint.ORIGINS else f"--{name.replace('_', '-')}"
-        assert said.startswith(f"{shown} 1, not 3"), said
+# --- what is not refused ---
 
 
 def test_what_may_change(folder, train):
