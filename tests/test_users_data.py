@@ -122,20 +122,21 @@ def test_text_files_that_are_named_for_training_and_evaluation(tmp_path, tokeniz
     assert all(f"This is {name}" in train for name in (*names, "notes"))
 
 
-@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.csv"])
+MANY = [words(str(n)) for n in range(30)]
+FORMS = {"a.txt": "\n".join(MANY), "a.jsonl": lines(*MANY), "a.csv": "\n".join(["text", *MANY])}
+
+
+@pytest.mark.parametrize("name", FORMS)
 def test_a_compressed_file_is_its_content(tmp_path, tokenizer, name):
-    texts = [words(str(n)) for n in range(30)]
-    content = {"a.txt": "\n".join(texts), "a.jsonl": lines(*texts)}.get(name, "\n".join(texts))
-    content = f"text\n{content}\n" if name == "a.csv" else content
+    content = FORMS[name].encode()
     expected = read(write(tmp_path / "plain", {name: content}) / name, tokenizer)
     assert "This is 7." in "".join(expected)
     for end, pack in PACK.items():
-        folder = write(tmp_path / end, {name + end: pack(content.encode())})
-        assert read(folder / (name + end), tokenizer) == expected
+        folder = write(tmp_path / end, {name + end: pack(content)})
         assert read(folder, tokenizer) == expected
-        halves = content[:5000].encode(), content[5000:].encode()  # as of `cat a.gz b.gz > both.gz`
+        halves = content[:5000], content[5000:]  # as of `cat a.gz b.gz > both.gz`
         write(folder, {name + end: b"".join(map(pack, halves))})
-        assert read(folder, tokenizer) == expected
+        assert read(folder / (name + end), tokenizer) == expected
 
 
 def test_a_line_ends_where_a_newline_says_so(tmp_path, tokenizer):
@@ -184,15 +185,13 @@ def test_tables_of_other_programs(tmp_path, tokenizer):
 def test_fields_of_csv(tmp_path, tokenizer):
     """Any separator; short rows; and texts that other programs take for nothing."""
     texts = ["NA", "None", "null", "nan", words("a"), "one, two; three"]
-    for separator, name in ((";", "a.csv"), ("\t", "a.csv"), ("\t", "a.tsv"), (",", "a.csv")):
+    for separator, name in ((";", "semicolon.csv"), ("\t", "tab.tsv"), (",", "comma.csv")):
         rows = [f'7{separator}"{text}"{separator}x' for text in texts]
         header = separator.join(("number", "body", "more"))
-        folder = tmp_path / f"{ord(separator)}{name}"
-        write(folder, {name: "\n".join([header, *rows, f"8{separator}short", ""])})
-        for path in (folder, folder / name):
-            table = documents.load_table(str(path), None)["train"]
-            assert table["body"] == [*texts, "short"]
-            assert table["more"] == [*"xxxxxx", ""]
+        write(tmp_path, {name: "\n".join([header, *rows, f"8{separator}short", ""])})
+        table = documents.load_table(str(tmp_path / name), None)["train"]
+        assert table["body"] == [*texts, "short"]
+        assert table["more"] == [*"xxxxxx", ""]
     quoted = '"number, from 7";body\r\n7;"two\nlines; and ""quotes"""\r\n8;5" wide\r\n'
     write(tmp_path, {"quoted.csv": quoted})
     table = documents.load_table(str(tmp_path / "quoted.csv"), None)["train"]
@@ -201,25 +200,21 @@ def test_fields_of_csv(tmp_path, tokenizer):
 
 STRAY = [f"{n},text {n}" for n in range(200)]
 STRAY[57], STRAY[120] = '57,"Text" 57', '120,"text 120'
-LOST = "\n".join([*STRAY[:57], '57,"text 57', *STRAY[58:120]])
 # A column that has nothing else for more than the 10 MB that are read at once, and then a string.
-CHANGES = f'{{"text": "{"x" * 2**20}", "note": null}}\n' * 12 + '{"text": "end", "note": "a"}\n'
+LATE = f'{{"text": "{"x" * 2**20}", "note": null}}\n' * 12 + '{"text": "end", "note": "a"}\n'
 REFUSED = [
-    ({"a.txt": words("a"), "b.jsonl": TABLE, "README.md": "# It"}, "has files of several kinds ("),
     ({"a.jsonl": '{"id": "1", "messages": [{"role": "user"}]}\n'}, "give --text-column one of id."),
     ({"a.csv": "n,text\n1,hi\n2,x,y\n"}, "a.csv, from line 3 on: 3 fields, and the header has 2;"),
-    ({"a.csv": "n,text\n1,hi,there\n2,x\n"}, "a.csv, from line 2 on: 3 fields, and the header"),
     ({"a.csv": "\n".join(STRAY)}, "a.csv, from line 58 on: ',' expected after '\"'; correct it."),
-    ({"a.tsv": LOST.replace(",", "\t")}, "a.tsv, from line 58 on: unexpected end of data;"),
     ({"a.jsonl": '{"text": "\\ud83d"}\n'}, "has no usable data set (JSON parse error: The surroga"),
     ({"a.jsonl": TABLE, "b.jsonl": TABLE, "README.md": TWO}, "--dataset-subset one of ['one'"),
     ({"a.txt.zst": b"\x28\xb5\x2f\xfd"}, "has no file that ends in one of: .txt"),
-    ({"a.jsonl": TABLE, "b.jsonl": lines("c", more=1)}, "no usable data set ("),
-    ({"a.jsonl": f'{TABLE}{{"text": "broken\n{TABLE}'}, "usable data set (JSON parse error: "),
     ({"a.jsonl": TABLE + '{"text": "cut off'}, "usable data set (JSON parse error: Missing"),
-    ({"a.jsonl": '{"text": "a", "text": "b"}\n'}, "was specified twice in row 0)"),
-    ({"a.jsonl": CHANGES}, "(Couldn't cast array of type string to null): check or replace its"),
-    ({"a.jsonl": CHANGES.replace("null", "1")}, "files, or keep only the text column."),
+    ({"a.jsonl": LATE}, "to null): check or replace its files, or keep only the text column."),
+    ({"a.txt": b"one \xff word"}, "UTF-8"),
+    ({"a.csv": b"text\nB\xe4ume\n"}, "UTF-8"),
+    ({"a.json": b'["B\xe4ume"]'}, "UTF-8"),
+    ({"a.jsonl": b'{"text": "B\xe4ume"}\n'}, "UTF-8"),
 ]
 
 
@@ -228,31 +223,9 @@ def test_data_that_is_refused(tmp_path, tokenizer, files, reason):
     """More are in test_bad_input.py."""
     with pytest.raises(RunError) as error:
         read(write(tmp_path / "data", files), tokenizer)
-    assert reason in str(error.value) and "\n" not in str(error.value)
-    assert len(str(error.value)) < 500
-
-
-NOT_UTF_8 = {
-    "a.txt": b"one \xff word",
-    "b.txt": "Text".encode("utf-16"),
-    "a.csv": b"text\nB\xe4ume\n",
-    "a.json": b'["B\xe4ume"]',
-    "a.jsonl": b'{"text": "B\xe4ume"}\n',
-}
-
-
-@pytest.mark.parametrize("name", NOT_UTF_8)
-def test_text_that_is_not_utf_8_is_refused(tmp_path, tokenizer, name):
-    path = write(tmp_path, {name: NOT_UTF_8[name]}) / name
-    with pytest.raises(RunError) as error:
-        read(path, tokenizer)
-    assert str(error.value).startswith(str(path)) and "\n" not in str(error.value)
-    assert "UTF-8" in str(error.value) or "utf-8" in str(error.value)
-
-
-def test_a_folder_whose_name_is_a_pattern_is_not_another_folder(tmp_path, tokenizer):
-    write(tmp_path, {"data 1/a.jsonl": TABLE, "data ?/a.jsonl": lines(words("c"))})
-    assert "This is c. " in read(tmp_path / "data ?", tokenizer)[0]
+    sentence = str(error.value)
+    assert reason.lower() in sentence.lower()  # the libraries write UTF-8 and utf-8
+    assert "\n" not in sentence and len(sentence) < 500
 
 
 def test_a_link_to_a_folder_above_adds_no_file_twice(tmp_path):
@@ -269,7 +242,6 @@ def test_what_may_not_be_read_is_not_left_out(tmp_path, tokenizer):
         ("a", "a"),
         ("a/b", "a"),
         ("a/b/b.txt", "a"),
-        ("a/a.txt", "a/a.txt"),
         ("tokens/b.bin", "tokens"),
     ):
         path = tmp_path / secret
@@ -282,10 +254,8 @@ def test_what_may_not_be_read_is_not_left_out(tmp_path, tokenizer):
 # --- tokens in the cache are those of what is there now ---
 
 CHANGES = {
-    "a file": ({"a.txt": words("a")}, {"a.txt": words("b")}),
     "a file more": ({"a.txt": words("a")}, {"b.txt": words("b")}),
     "a file less": ({"a.txt": words("a"), "b.txt": words("b")}, {"b.txt": None}),
-    "a row": ({"a.jsonl": lines(words("a"))}, {"a.jsonl": lines(words("b"))}),
     "a compressed table more": ({"a.jsonl": TABLE}, {"b.jsonl.gz": gzip.compress(TABLE.encode())}),
     "the card": (
         {"a.jsonl": TABLE, "b.jsonl": lines(words("c")), "README.md": CARD.format("a.jsonl")},
@@ -315,38 +285,27 @@ def test_tokens_are_new_after_a_change_of(tmp_path, tokenizer, change):
     assert again == read(tmp_path / "moved", tokenizer)
 
 
-FORMS = ("a.txt", "a.csv", "a.jsonl", "a.parquet", "folder/a.txt", "folder/a.jsonl")
-
-
 @pytest.mark.parametrize("kept", ["size", "time"])
-@pytest.mark.parametrize("form", FORMS)
-def test_tokens_are_new_for_a_file_of_the_same(tmp_path, tokenizer, form, kept):
+@pytest.mark.parametrize("name", ["a.jsonl", "folder/a.txt"])
+def test_tokens_are_new_for_a_file_of_the_same(tmp_path, tokenizer, name, kept):
     """Unpacked archives keep times, and a corrected file can keep its size."""
-
-    def fill(name: str, count: int) -> None:
-        text = words(name, count)
-        if form.endswith("parquet"):
-            pa.parquet.write_table(pa.table({"text": [text]}), tmp_path / form)
-        else:
-            content = {"txt": text, "csv": f"text\n{text}\n", "jsonl": lines(text)}
-            write(tmp_path, {form: content[form.rpartition(".")[2]]})
-
-    path = tmp_path / form.partition("/")[0]
-    fill("a", 60)
-    before = (tmp_path / form).stat()
+    texts = words("a"), words("b", 60 if kept == "size" else 50)
+    old, new = map(lines, texts) if name == "a.jsonl" else texts
+    path, file = tmp_path / name.partition("/")[0], tmp_path / name
+    write(tmp_path, {name: old})
+    before = file.stat()
     assert read(path, tokenizer)[0].startswith("This is a.")
-    fill("b", 60 if kept == "size" else 50)
+    write(tmp_path, {name: new})
     if kept == "time":
-        os.utime(tmp_path / form, ns=(before.st_atime_ns, before.st_mtime_ns))
+        os.utime(file, ns=(before.st_atime_ns, before.st_mtime_ns))
     else:
-        assert (tmp_path / form).stat().st_size == before.st_size
+        assert file.stat().st_size == before.st_size
     assert read(path, tokenizer)[0].startswith("This is b.")
 
 
-@pytest.mark.parametrize("name", ["a.txt", "a.jsonl"])
-def test_tokens_that_are_there_are_read_without_writing(tmp_path, tokenizer, monkeypatch, name):
+def test_tokens_that_are_there_are_read_without_writing(tmp_path, tokenizer, monkeypatch):
     """The cache of another user, or of a container."""
-    path = write(tmp_path, {name: {"a.txt": words("a")}.get(name, TABLE)}) / name
+    path = write(tmp_path, {"a.jsonl": TABLE}) / "a.jsonl"
     expected = read(path, tokenizer)
 
     def refuse(*_: object, **__: object) -> None:
