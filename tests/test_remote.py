@@ -4,14 +4,12 @@ test_failures.py has what can happen to such a run.
 """
 
 import logging
-import sys
 import uuid
 
 import pytest
-from helpers import ROOT, read_metrics, write_corpus
-from runner import load_script
+from helpers import ROOT, write_corpus
 
-from common import launch, storage
+from common import storage
 
 s3fs = pytest.importorskip("s3fs", reason="needs s3fs, of the extra s3")
 import fsspec  # noqa: E402
@@ -29,41 +27,19 @@ def store() -> s3fs.S3FileSystem:
     return fsspec.filesystem("s3", use_listings_cache=False)
 
 
-@pytest.fixture
-def run(monkeypatch, capfd, caplog, tmp_path):
-    """Return a function that runs chapter 1 in this process: its status, and what it says."""
+@pytest.mark.ci
+def test_data_and_checkpoints_at_an_address(bucket, train, run_main, caplog, tmp_path):
     for name in ("train_llm", "common.tracker"):
         caplog.set_level(logging.INFO, logger=name)
-
-    def run(*args: object) -> tuple[int, list[str]]:
-        caplog.clear()
-        words = ["train_llm.py", *SMALL, "--save-dir", tmp_path, "-e", "run", *args]
-        monkeypatch.setattr(sys, "argv", [str(word) for word in words])
-        capfd.readouterr()
-        with pytest.raises(SystemExit) as exit_:
-            launch.run(load_script(ROOT / "01-single-gpu/train_llm.py").main)
-        lines = capfd.readouterr().err.splitlines()
-        assert not any("Traceback" in line for line in lines), lines
-        return exit_.value.code or 0, [*caplog.messages, *lines]
-
-    return run
-
-
-# --- whole runs ---
-
-
-@pytest.mark.ci
-def test_data_and_checkpoints_at_an_address(bucket, run, monkeypatch, tmp_path):
     texts, data = write_corpus(tmp_path), f"{bucket}/data/corpus.json"
     store().put(str(texts), data)
-    assert run("-d", texts, "-e", "straight")[0] == 0
-    args = ("-d", data, "--checkpoint-dir", f"{bucket}/runs")
+    straight = train(*SMALL, "-d", texts, name="straight")
+    args = (*SMALL, "-d", data, "--checkpoint-dir", f"{bucket}/runs")
     root = f"{bucket}/runs/run".removeprefix("s3://")
     for step in (0, 6):  # the second start resumes
-        status, lines = run(*args)
-        resumed = any(f"resumed after step {step} of 8" in line for line in lines)
-        assert (status, resumed) == (0, step > 0), lines
-        straight, found = read_metrics(tmp_path / "straight"), read_metrics(tmp_path / "run")
+        caplog.clear()
+        found = train(*args)
+        assert (f"resumed after step {step} of 8" in caplog.messages) == (step > 0)
         assert [line["step"] for line in found] == list(range(1, 9))
         assert [line["loss"] for line in found] == [line["loss"] for line in straight]
         names = {name.removeprefix(f"{root}/") for name in store().find(root)}
@@ -74,21 +50,13 @@ def test_data_and_checkpoints_at_an_address(bucket, run, monkeypatch, tmp_path):
     here = {path.name for path in (tmp_path / "run").iterdir()}
     assert here == {".lock", "newest", "metrics.jsonl"}, "nothing else is on this machine"
     assert (tmp_path / "run/newest").read_text() == f"s3://{root}/step-00000008\n"
-    status, lines = run(*args)
-    assert status == 0 and any("all steps of this run are done" in line for line in lines)
-    script = load_script(ROOT / "04-fsdp/export.py")
+    train(*args)
+    assert any("all steps of this run are done" in line for line in caplog.messages)
     sources = {"of a run": tmp_path / "run", "of an address": f"s3://{root}"}
     for name, source in {**sources, "of a folder": tmp_path / "straight"}.items():
-        monkeypatch.setattr(sys, "argv", ["export.py", str(source), str(tmp_path / name)])
-        script.main()
+        run_main(ROOT / "04-fsdp/export.py", source, tmp_path / name)
     exported = [path.read_bytes() for path in tmp_path.glob("of a*/model.safetensors")]
     assert len(exported) == 3 and len(set(exported)) == 1
-
-
-# --- bad input ---
-
-
-# --- data ---
 
 
 @pytest.mark.nightly

@@ -16,22 +16,9 @@ from transformers import AutoModelForCausalLM
 from common import launch, models, storage, tracker
 from common.cli import RunError
 
-SCRIPT = "01-single-gpu/train_llm.py"
-SMALL = ("-s", 32, "--global-batch-size", 6, "--log-freq", 1)
-
-
-@pytest.fixture
-def flags(corpus, tmp_path) -> list[object]:
-    return ["-d", corpus, "--save-dir", tmp_path, *SMALL, "--max-steps", 4]
-
 
 def change_json(file: Path, **changes: object) -> None:
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
-
-
-def start_in_shell(chapter: str, args: list[object], **options: object) -> subprocess.Popen:
-    command = [sys.executable, f"{chapter}/train_llm.py", *map(str, args)]
-    return subprocess.Popen(command, cwd=ROOT, env=environment(WANDB_MODE="disabled"), **options)
 
 
 # --- launchers ---
@@ -50,7 +37,6 @@ def prepare(monkeypatch: pytest.MonkeyPatch, place: dict[str, object]) -> dict[s
 @pytest.mark.parametrize(
     ("place", "name"),
     [
-        ({"PALS_RANKID": "1", "PALS_LOCAL_RANKID": "1"}, "PALS_RANKID is 1"),
         ({"PMI_RANK": "0", "PMI_SIZE": "2"}, "PMI_RANK is 0"),
         ({"SLURM_NTASKS": "2", "SLURM_PROCID": "0", "SLURM_LOCALID": "0"}, "SLURM_NTASKS is 2"),
         ({"RANK": "1", "PALS_RANKID": "1"}, "PALS_RANKID is 1"),
@@ -91,21 +77,25 @@ def test_processes_and_the_gpus_that_they_see(monkeypatch, n_gpus, place, refuse
 
 
 @pytest.mark.check
-@pytest.mark.parametrize("script", [SCRIPT, "01-single-gpu/generate.py"])
-def test_a_rank_that_is_left_over_in_the_shell_prints(script):
-    for left_over in ({"RANK": 1}, {"RANK": 1, "WORLD_SIZE": 1}):
-        assert run_script(script, "--help", **left_over).stdout.startswith("usage: ")
-        done = run_script(script, "run", "--no-such-flag", **left_over)
-        assert done.returncode == 2 and "--no-such-flag" in done.stderr
+@pytest.mark.parametrize("left_over", [{"RANK": 1}, {"RANK": 1, "WORLD_SIZE": 1}])
+def test_a_rank_that_is_left_over_in_the_shell_prints(left_over):
+    script = "01-single-gpu/generate.py"
+    assert run_script(script, "--help", **left_over).stdout.startswith("usage: ")
+    done = run_script(script, "run", "--no-such-flag", **left_over)
+    assert done.returncode == 2 and "--no-such-flag" in done.stderr
 
 
 @pytest.mark.parametrize(
     ("chapter", "open_pair"), [("01-single-gpu", os.pipe), ("02-ddp", os.openpty)]
 )
-def test_a_training_survives_its_terminal(flags, tmp_path, chapter, open_pair):
+def test_a_training_survives_its_terminal(corpus, tmp_path, chapter, open_pair):
     """And a pipe whose reader ends, such as head -1."""
+    flags = ["-d", corpus, "--save-dir", tmp_path, "-e", "run", "-s", 32]
+    flags += ["--global-batch-size", 6, "--log-freq", 1, "--max-steps", 4]
     reader, writer = open_pair()
-    process = start_in_shell(chapter, [*flags, "-e", "run"], stdout=writer, stderr=writer)
+    command = [sys.executable, f"{chapter}/train_llm.py", *map(str, flags)]
+    env = environment(WANDB_MODE="disabled")
+    process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=writer, stderr=writer)
     os.close(writer)
     assert b"20" in os.read(reader, 100)
     os.close(reader)
@@ -118,16 +108,14 @@ def test_a_training_survives_its_terminal(flags, tmp_path, chapter, open_pair):
 
 @pytest.mark.check
 def test_the_variables_of_wandb(tmp_path, monkeypatch):
-    def options_of(**variables: str) -> dict[str, object]:
-        given = {}
-        monkeypatch.setattr(wandb, "init", lambda **options: given.update(options))
-        for name, value in {"WANDB_MODE": "offline", **variables}.items():
-            monkeypatch.setenv(name, value)
-        tracker.Tracker(tmp_path, {"total_steps": 1}, 0)
-        return {name: given.get(name) for name in ("project", "name")}
-
-    assert options_of() == {"project": "one-diff-at-a-time", "name": tmp_path.name}
-    assert options_of(WANDB_PROJECT="p", WANDB_NAME="n") == {"project": "p", "name": "n"}
+    """Without them, see test_wandb.py."""
+    given = {}
+    monkeypatch.setattr(wandb, "init", lambda **options: given.update(options))
+    variables = {"WANDB_MODE": "offline", "WANDB_PROJECT": "p", "WANDB_NAME": "n"}
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    tracker.Tracker(tmp_path, {"total_steps": 1}, 0)
+    assert (given["project"], given["name"]) == ("p", "n")
 
 
 @pytest.mark.check
