@@ -1,12 +1,8 @@
-"""What all ranks refuse together, in one sentence and with status 2. And weights in several files.
-
-The folders of weights are as the hub has them: several files and an index, other dtypes, old names.
-"""
+"""What all ranks refuse together, in one sentence and with status 2."""
 
 import argparse
 import contextlib
 import functools
-import json
 import os
 import re
 import shutil
@@ -18,9 +14,8 @@ from unittest import mock
 
 import pytest
 import torch
-from helpers import listing, read_metrics, speak_at_once, write_corpus
+from helpers import listing, speak_at_once, write_corpus, write_narrow
 from runner import Ranks, Series
-from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import precision
@@ -29,31 +24,17 @@ from common.cli import RunError
 
 NODES, FSDP, PRECISION = "03-multi-node", "04-fsdp", "05-mixed-precision"
 SMALL = ("-s", 32, "--global-batch-size", 6, "--max-steps", 4, "--log-freq", 1, "--lr", 2e-3)
-INDEX = "model.safetensors.index.json"
-EMBEDDING = "transformer.wte.weight"
 GPU = "NVIDIA A100-SXM4-80GB"
-
-
-def save_folder(folder: Path, model_type: str = "gpt2", dtype: torch.dtype = torch.float32) -> None:
-    """Save a small model of this type, with weights in several files, and its tokenizer."""
-    torch.manual_seed(7)
-    sizes = {"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 2}
-    sizes |= {"intermediate_size": 64, "max_position_embeddings": 128, "vocab_size": 4096}
-    no_dropout = dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0)
-    special = {"bos_token_id": 0, "eos_token_id": 0}
-    config = AutoConfig.for_model(model_type, **sizes, **no_dropout, **special)
-    model = AutoModelForCausalLM.from_config(config).to(dtype)
-    model.save_pretrained(folder, max_shard_size="100KB")
-    models.load_tokenizer("gpt2-tiny").save_pretrained(folder)
-    assert len(list(folder.glob("*.safetensors"))) >= 2 and (folder / INDEX).exists()
 
 
 @pytest.fixture(scope="module")
 def folder(make_folder) -> Path:
     """A folder with a corpus and weights."""
-    folder = make_folder("hub")
+    folder = make_folder("folder")
     write_corpus(folder)
-    save_folder(folder / "gpt2")
+    config = AutoConfig.from_pretrained(write_narrow(folder / "gpt2", "gpt2-tiny"))
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder / "gpt2")
+    models.load_tokenizer("gpt2-tiny").save_pretrained(folder / "gpt2")
     return folder
 
 
@@ -176,13 +157,10 @@ def test_two_ranks_refuse(folder, tmp_path):
     assert {path.name for path in (folder / "own-data").iterdir()} == {".lock", "checkpoints"}
 
 
-# --- weights in several files ---
-
-
 def test_weights_that_rank_0_cannot_read(folder):
     """It says why, and no other rank waits for it."""
     broken = Path(shutil.copytree(folder / "gpt2", folder / "cut"))
-    file = broken / json.loads((broken / INDEX).read_text())["weight_map"][EMBEDDING]
+    file = broken / "model.safetensors"
     os.truncate(file, file.stat().st_size - 1)
     stderr = [str(folder / f"cut-{rank}.stderr") for rank in range(2)]
     options = {"chapter": FSDP, "plant": speak_at_once, "stderr_file": stderr}
@@ -191,38 +169,3 @@ def test_weights_that_rank_0_cannot_read(folder):
     said = [Path(path).read_text() for path in stderr]
     assert said[0].splitlines()[-1].startswith(f"{broken} has no usable weights (Error while ")
     assert "other ranks are gone" in said[1] and "Traceback" not in "".join(said)
-
-
-def with_old_names(folder: Path) -> None:
-    """As on the hub for years: no prefix, and the mask of each block beside its weights."""
-    save_folder(folder)
-    parts = [load_file(path) for path in folder.glob("*.safetensors")]
-    weights = {n.removeprefix("transformer."): t for part in parts for n, t in part.items()}
-    masks = {f"h.{n}.attn.bias": torch.ones(1, 1, 128, 128).tril() for n in range(2)}
-    assert "wte.weight" in weights and "lm_head.weight" not in weights
-    for path in folder.glob("*.safetensors*"):
-        path.unlink()
-    save_file(weights | masks, folder / "model.safetensors", metadata={"format": "pt"})
-
-
-@pytest.mark.ci
-def test_losses_of_pretrained_weights_are_chapter_1s(folder):
-    """On 3 ranks, which not all rows can be divided by. Llama's are bfloat16, in several files."""
-    with_old_names(folder / "old")
-    save_folder(folder / "llama", "llama", torch.bfloat16)
-    losses = {}
-    for ranks, chapter in ((1, "01-single-gpu"), (3, FSDP)):
-        runs = {}
-        for model in ("old", "llama"):
-            args = ("-m", folder / model, "--pretrained", "-b", 2)
-            runs[f"{model}-{ranks}"] = {
-                "args": flags(folder, f"{model}-{ranks}", *args),
-                "chapter": chapter,
-            }
-        series = Series(ranks, runs, folder / f"on-{ranks}")
-        for name in runs:
-            series.assert_ended(name)
-            metrics = read_metrics(folder / name)
-            losses[name] = [*(line["loss"] for line in metrics), metrics[-1]["eval_loss"]]
-    for model in ("old", "llama"):
-        assert losses[f"{model}-3"] == pytest.approx(losses[f"{model}-1"], rel=1e-5), model

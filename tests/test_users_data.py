@@ -16,7 +16,7 @@ import pytest
 from datasets import Dataset, DatasetDict
 from helpers import unreadable
 
-from common import documents, launch, storage
+from common import documents, launch
 from common.cli import RunError
 from common.data import load_sequences
 from common.models import load_tokenizer
@@ -137,16 +137,6 @@ def test_a_compressed_file_is_its_content(tmp_path, tokenizer, name):
         halves = content[:5000], content[5000:]  # as of `cat a.gz b.gz > both.gz`
         write(folder, {name + end: b"".join(map(pack, halves))})
         assert read(folder / (name + end), tokenizer) == expected
-
-
-def test_a_line_ends_where_a_newline_says_so(tmp_path, tokenizer):
-    """And not at the other characters at which Python's splitlines() would cut."""
-    text = "one\u2028two\u2029three\x85four" + words("it")
-    row = json.dumps({"text": text}, ensure_ascii=False) + "\n"
-    for name, content in {"a.jsonl": row, "a.txt": text + "\n", "a.csv": f"text\n{text}\n"}.items():
-        train, evaluation = read(write(tmp_path, {name: content}) / name, tokenizer)
-        assert train.startswith(text[:100]), name
-        assert (train + evaluation).count("\u2028") == 1 and "two" in train
 
 
 def test_columns_in_another_order_are_the_same_columns(tmp_path, tokenizer):
@@ -301,20 +291,6 @@ def test_tokens_are_new_for_a_file_of_the_same(tmp_path, tokenizer, name, kept):
     else:
         assert file.stat().st_size == before.st_size
     assert read(path, tokenizer)[0].startswith("This is b.")
-
-
-def test_tokens_that_are_there_are_read_without_writing(tmp_path, tokenizer, monkeypatch):
-    """The cache of another user, or of a container."""
-    path = write(tmp_path, {"a.jsonl": TABLE}) / "a.jsonl"
-    expected = read(path, tokenizer)
-
-    def refuse(*_: object, **__: object) -> None:
-        raise PermissionError("a cache that can only be read")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(storage, "FileLock", refuse)
-        patch.setattr(Path, "mkdir", refuse)
-        assert read(path, tokenizer) == expected
 
 
 def test_tokens_are_new_with_another_column_subset_or_tokenizer(tmp_path, tokenizer):
