@@ -241,7 +241,7 @@ def padded_shards(folder: Path) -> tuple[Sequences, np.ndarray]:
     np.save(folder / "tokens/a_train.npy", written[0])
     files = shards.find_shards(str(folder / "tokens"))
     tokens, _ = shards.open_shards(files, word_tokenizer(10**5))
-    expected = np.concatenate([whole_rows(tokens) for tokens in written])
+    expected = np.concatenate([whole_rows(shard) for shard in written])
     return Sequences(tokens, 16).pad_to_multiple(len(expected) + 3), expected
 
 
