@@ -135,7 +135,7 @@ REFUSALS: list[tuple[Files, tuple[object, ...], str]] = [
     # mamba has no attention heads, and gemma3 has the vocabulary size in a nested configuration.
     *(
         (gpt2_with(model_type=name), MODEL, f"({name}) is not a causal language model")
-        for name in ("t5", "mamba", "gemma3")
+        for name in ("bert", "t5", "mamba", "gemma3")
     ),
     ({"model/model.safetensors": b""}, PRETRAINED, "{}/model has no usable weights (Error while "),
     # the run's folder
