@@ -2,11 +2,9 @@
 
 import contextlib
 import functools
-import importlib
 import json
 from collections import Counter
 from collections.abc import Iterator
-from itertools import combinations
 from pathlib import Path
 from unittest import mock
 
@@ -31,7 +29,7 @@ from transformers import AutoModelForCausalLM
 CHAPTER = "04-fsdp"
 LLAMA = ("-m", "llama-narrow")
 SELECTIVE, FULL = FSDP_OPTIONS["selective"], FSDP_OPTIONS["full"]
-NIGHTLY = pytest.mark.nightly
+CI, NIGHTLY = pytest.mark.ci, pytest.mark.nightly
 # Together these cover every pair of options that can be given together.
 TOGETHER = [
     ("whole", "selective", "offload", "reduce", "async", "compile"),
@@ -39,32 +37,14 @@ TOGETHER = [
     ("selective", "accumulated"),
     ("full", "reduce"),
 ]
-EXCLUDE_EACH_OTHER = [{"selective", "full"}, {"reduce", "accumulated"}]
-ALONE = ("zero1",)  # changes nothing that another option does
 
 
-def options(*names: str) -> tuple[object, ...]:
-    return tuple(word for name in names for word in FSDP_OPTIONS[name])
-
-
-def runs_with_options() -> Iterator[object]:
-    """Each option alone and together, on 2 ranks. `make ci` runs those that cover every pair."""
-    alone = [(name,) for name in ("offload", "whole", "selective", "full", "reduce", *ALONE)]
-    for names in [*TOGETHER, *alone]:
-        tier = [pytest.mark.ci if names in TOGETHER else NIGHTLY]
-        note = without_kernels if "compile" in names else None
-        run = Run(CHAPTER, 2, options(*names), note=note)
-        yield pytest.param(run, marks=[] if names == alone[0] else tier, id="+".join(names))
-    for names in TOGETHER[:2]:  # --compile does the same to both models
-        llama = Run(CHAPTER, 2, (*LLAMA, *options(*names[:-1])))
-        yield pytest.param(llama, marks=NIGHTLY, id="+".join(["llama", *names]))
-
-
-@pytest.mark.check
-def test_every_pair_of_options_is_in_a_run():
-    covered = {pair for names in TOGETHER for pair in map(frozenset, combinations(names, 2))}
-    pairs = set(map(frozenset, combinations(FSDP_OPTIONS.keys() - set(ALONE), 2)))
-    assert pairs - covered == set(map(frozenset, EXCLUDE_EACH_OTHER))
+def with_options(*names: str, tier: object, model: tuple[str, ...] = ()) -> object:
+    """Return a run on 2 ranks, as a parameter."""
+    words = (word for name in names for word in FSDP_OPTIONS[name])
+    note = without_kernels if "compile" in names else None
+    run = Run(CHAPTER, 2, (*model, *words), note=note)
+    return pytest.param(run, marks=tier, id="+".join([*model[1:], *names]))
 
 
 @pytest.fixture(scope="module")
@@ -72,7 +52,16 @@ def ladder(request, make_folder) -> Ladder:
     return Ladder(make_folder("ladder"), selected_runs(request), model="gpt2-narrow")
 
 
-@pytest.mark.parametrize("run", list(runs_with_options()))
+@pytest.mark.parametrize(
+    "run",
+    [
+        with_options("offload", tier=()),
+        *(with_options(*names, tier=CI) for names in TOGETHER),
+        with_options("zero1", tier=NIGHTLY),  # changes nothing
+        # --compile does the same to both models.
+        *(with_options(*names[:-1], tier=NIGHTLY, model=LLAMA) for names in TOGETHER[:2]),
+    ],
+)
 def test_same_training_with_every_option(ladder, run):
     assert_chapter_1(ladder, run)
 
@@ -84,8 +73,6 @@ LOCAL_CLIP = (
     "                p.grad.to_local().mul_((args.max_grad_norm / grad_norm).clamp(max=1))"
 )
 SYNC = "model.set_requires_gradient_sync(last_backward or args.reduce_every_backward)"
-BUFFERS = "    for name, buffer in list(model.named_buffers()):\n"
-ZERO = "    [p.data.to_local().zero_() for p in model.parameters() if rank]\n"
 # By name: the first check that must be red, what is replaced in the script, further arguments.
 BUGS = {
     "a block's gradients never averaged": (
@@ -96,15 +83,12 @@ BUGS = {
         "loss",
         [("clip_grad_norm(model, args.max_grad_norm)", LOCAL_CLIP)],
     ),
-    "weights not sent": ("loss", [(BUFFERS, ZERO + BUFFERS)]),
     "buffers not broadcast": (  # what the memory holds then may be no number, and the run stops
         "loss|run",
         [("        dist.broadcast(buffer, src=0)\n", "")],
         *LLAMA,
     ),
 }
-
-
 for _, replaced, *_ in BUGS.values():
     register(CHAPTER, replaced)
 
@@ -115,7 +99,7 @@ def test_planted_bug_is_noticed(ladder, red, run):
 
 
 class CountOperators(TorchDispatchMode):
-    """Counts what PyTorch really computes, by the names of its operators."""
+    """Counts what PyTorch really computes and sends, by the names of its operators."""
 
     def __init__(self, counts: Counter) -> None:
         super().__init__()
@@ -135,17 +119,7 @@ def note_calls(path: str) -> Iterator[None]:
     """
     counts: Counter = Counter()
     facts: dict[str, object] = {"built": 0}
-    group = importlib.import_module("torch.distributed.fsdp._fully_shard._fsdp_param_group")
     build = AutoModelForCausalLM.from_config
-
-    def counted(name: str) -> contextlib.AbstractContextManager:
-        original = getattr(group, name)
-
-        def function(*args: object, **kwargs: object) -> object:
-            counts[name] += 1
-            return original(*args, **kwargs)
-
-        return mock.patch.object(group, name, function)
 
     def build_and_count(*args: object, **kwargs: object) -> torch.nn.Module:
         model = build(*args, **kwargs)
@@ -165,8 +139,6 @@ def note_calls(path: str) -> Iterator[None]:
     handle = register_optimizer_step_post_hook(write)
     with (
         CountOperators(counts),
-        counted("foreach_all_gather"),
-        counted("foreach_reduce"),
         mock.patch.object(AutoModelForCausalLM, "from_config", build_and_count),
     ):
         yield
@@ -187,51 +159,36 @@ def calls(ladder: Ladder, run: Run, rank: int = 1) -> dict:
     return json.loads(Path(ladder.notes(run)[rank]).read_text().splitlines()[-1])
 
 
-def counted(name: str, expected: object, *args: object, tier=pytest.mark.ci) -> object:
-    return pytest.param(expected, noted(*args), marks=tier, id=name)
-
-
-@pytest.mark.parametrize(
-    ("count", "run"),
-    [
-        counted("at once", 3, "-b", 24),
-        counted("accumulated", 3, "-b", 4, tier=()),
-        counted("in every backward pass", 9, "-b", 4, "--reduce-every-backward"),
-    ],
-)
-def test_gradients_are_reduced_once_per_step(ladder, count, run):
-    """Of two blocks and the rest, in the last of three backward passes or in each of them."""
-    assert calls(ladder, run)["foreach_reduce"] == count
-
-
-@pytest.mark.parametrize(
-    ("count", "run"),
-    [
-        counted("twice", 5, "-b", 24, tier=()),
-        counted("once", 3, "-b", 24, *FSDP_OPTIONS["whole"]),
-    ],
-)
-def test_blocks_are_gathered_twice_per_step_or_once(ladder, count, run):
-    """Each of two blocks; the rest stays between the forward and the backward pass either way."""
-    assert calls(ladder, run)["foreach_all_gather"] == count
-
-
+GATHER, REDUCE = "_allgather_base_", "_reduce_scatter_base_"
 ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 LLAMA_OPERATORS = {"mm": 45, "silu": 4, ATTENTION: 2}
+# What a step of two blocks and the rest calls, the arguments, and the tier. The rest stays gathered
+# between the forward and the backward pass either way. When a block is computed once more, its last
+# product is of use to nobody.
+CALLS = {
+    "gathered twice, reduced once": (
+        {GATHER: 5, REDUCE: 3, "addmm": 8, "gelu": 2, ATTENTION: 2},
+        ("-b", 24),
+        (),
+    ),
+    "gathered once": ({GATHER: 3}, ("-b", 24, *FSDP_OPTIONS["whole"]), CI),
+    "reduced once in three backward passes": ({REDUCE: 3}, ("-b", 4), ()),
+    "reduced in each of three": ({REDUCE: 9}, ("-b", 4, "--reduce-every-backward"), CI),
+    "recomputed: full": ({"addmm": 14, "gelu": 4, ATTENTION: 4}, ("-b", 24, *FULL), CI),
+    "recomputed: selective": ({"addmm": 8, "gelu": 4, ATTENTION: 2}, ("-b", 24, *SELECTIVE), ()),
+    "recomputed: llama, selective": (LLAMA_OPERATORS, ("-b", 24, *LLAMA, *SELECTIVE), CI),
+}
 
 
-# Of two blocks: the last product of a block is of use to nobody who computes it once more.
 @pytest.mark.parametrize(
     ("counts", "run"),
     [
-        counted("none", {"addmm": 8, "gelu": 2, ATTENTION: 2}, "-b", 24),
-        counted("full", {"addmm": 14, "gelu": 4, ATTENTION: 4}, "-b", 24, *FULL),
-        counted("selective", {"addmm": 8, "gelu": 4, ATTENTION: 2}, "-b", 24, *SELECTIVE, tier=()),
-        counted("llama: selective", LLAMA_OPERATORS, "-b", 24, *LLAMA, *SELECTIVE),
+        pytest.param(counts, noted(*args), marks=tier, id=name)
+        for name, (counts, args, tier) in CALLS.items()
     ],
 )
-def test_activations_are_recomputed(ladder, counts, run):
-    """Products (8 forward), activations and attention of a step."""
+def test_what_is_gathered_and_reduced(ladder, counts, run):
+    """All-gathers, reduce-scatters, products, activations and attention."""
     found = calls(ladder, run)
     assert {name: found[name] for name in counts} == counts
 
@@ -303,7 +260,7 @@ def compiled(mode: str, replaced: tuple = ()) -> Run:
 @pytest.mark.parametrize(
     ("count", "run"),
     [
-        pytest.param(4, compiled("full"), marks=pytest.mark.ci, id="full"),
+        pytest.param(4, compiled("full"), marks=CI, id="full"),
         pytest.param(4, compiled("none"), marks=NIGHTLY, id="none"),
         pytest.param(0, compiled("full", NOT_COMPILED), marks=NIGHTLY, id="planted"),
     ],
