@@ -42,7 +42,6 @@ CASES = {
 }
 # A script in which the bug is planted beside the case that must notice it.
 BUGS = {
-    "no check": ("one rank only", [(FINITE, "            if False:\n")]),
     "each rank its own loss": (
         "one rank's sum only",
         [(SUM, f"            finite = running_loss.isfinite()\n{SUM}"), (FINITE, ONE_RANK)],
