@@ -5,7 +5,6 @@ And the gradient scaler of float16: who skips a step, what a resumed run knows o
 
 import contextlib
 import json
-import math
 from collections import defaultdict
 from collections.abc import Iterator
 from itertools import pairwise
@@ -14,7 +13,6 @@ from unittest import mock
 
 import pytest
 import torch
-import torch.distributed as dist
 from helpers import (
     EXACT,
     TWO_BY_TWO,
@@ -28,7 +26,6 @@ from helpers import (
     selected_runs,
     tensors,
 )
-from torch.distributed.fsdp._fully_shard import _fsdp_param_group as fsdp
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -174,6 +171,15 @@ def test_what_is_in_which_type(ladder, half, reduced, run):
 # Far from where a gradient overflows on its own.
 SMALL_SCALE = ("GradScaler(device.type,", "GradScaler(device.type, init_scale=2.0**10,")
 OVERFLOW = 3  # the step
+UNSCALE = "            scaler.unscale_(optimizer)  #"
+# The gradient has an inf in a row that only the first rank of each node holds.
+LARGE = (
+    UNSCALE,
+    f'            if state["step"] == {OVERFLOW - 1} and local_rank == 0:\n'
+    '                next(model.parameters()).grad.to_local()[0] = float("inf")\n'
+    f"{UNSCALE}",
+)
+register(CHAPTER, (SMALL_SCALE, LARGE))
 
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
@@ -202,25 +208,7 @@ def note_steps(path: str) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def overflow(path: str) -> Iterator[None]:
-    """In one step the last rank's gradient has an inf, in a row that is in the first one's part."""
-    reduce = fsdp.foreach_reduce
-    reductions = 0
-
-    def overflow_and_reduce(groups: list, gradients: list[torch.Tensor], *args: object) -> object:
-        nonlocal reductions
-        reductions += 1
-        # Of two blocks and the rest, and those of loading none.
-        if (reductions - 1) // 3 == OVERFLOW - 1 and dist.get_rank() == dist.get_world_size() - 1:
-            gradients[0].view(-1)[0] = math.inf
-        return reduce(groups, gradients, *args)
-
-    with mock.patch.object(fsdp, "foreach_reduce", overflow_and_reduce), note_steps(path):
-        yield
-
-
-@contextlib.contextmanager
-def overflow_without_agreement(path: str) -> Iterator[None]:
+def without_agreement(path: str) -> Iterator[None]:
     """The planted bug: each rank looks at its own part of the gradients."""
     name = "_amp_foreach_non_finite_check_and_unscale_"
     check = getattr(torch, name)
@@ -228,12 +216,13 @@ def overflow_without_agreement(path: str) -> Iterator[None]:
     def check_own(gradients: list[torch.Tensor], *args: torch.Tensor) -> None:
         check([local(gradient) for gradient in gradients], *args)
 
-    with mock.patch.object(torch, name, check_own), overflow(path):
+    with mock.patch.object(torch, name, check_own), note_steps(path):
         yield
 
 
-def overflowing(world_size: int, *args: object, note=overflow) -> Run:
-    return few(CHAPTER, world_size, "-b", 6, *FP16, *args, replaced=(SMALL_SCALE,), note=note)
+def overflowing(world_size: int, *args: object, note=note_steps) -> Run:
+    args = ("-b", 6, *FP16, *args)
+    return few(CHAPTER, world_size, *args, replaced=(SMALL_SCALE, LARGE), note=note)
 
 
 def assert_all_skip(steps: list[list[dict]], metrics: list[dict]) -> None:
@@ -262,15 +251,14 @@ def test_all_ranks_skip_a_step_that_overflows_on_one(ladder, run):
     assert_all_skip(notes(ladder, run), ladder.metrics(run.name))
 
 
-@pytest.mark.parametrize("run", [overflowing(2, note=overflow_without_agreement)], ids=[""])
+@pytest.mark.parametrize("run", [overflowing(2, note=without_agreement)], ids=[""])
 def test_planted_skip_of_one_rank_is_noticed(ladder, run):
     with pytest.raises(AssertionError, match=r"^other steps are skipped"):
         assert_all_skip(notes(ladder, run), ladder.metrics(run.name))
 
 
-UNSCALE = "scaler.unscale_(optimizer)  #"
 CLIP_FIRST = (
-    (UNSCALE, "pass  #"),
+    (UNSCALE, "            pass  #"),
     ("scaler.step(optimizer)  #", "scaler.unscale_(optimizer); scaler.step(optimizer)  #"),
 )
 register(CHAPTER, CLIP_FIRST)
