@@ -14,6 +14,7 @@ from helpers import CHAPTERS, EXACT, ROOT, Ladder, Run, changed, patch
 DDP, FSDP = CHAPTERS[1], CHAPTERS[4]
 DIFFS = [ROOT / FSDP / f"diffs/autocast-{chapter[:2]}.diff" for chapter in CHAPTERS[:3]]
 STEPS = 20
+FEW = ("-b", 12, "--max-steps", STEPS, "--warmup-steps", 5, "--lr", 1e-2)
 FIRST_SCALE = 2.0**16  # GradScaler's own
 # How far a loss, a gradient norm and an evaluation's loss may be from float32's, relative. Measured
 # on a CPU: 3e-4 and 5e-3 in bf16, 6e-5, 8e-3 and 5e-4 in fp16.
@@ -41,26 +42,18 @@ class Patched(Ladder):
 
     def __init__(self, folder: Path) -> None:
         super().__init__(folder, model="gpt2-narrow")
-        self.patched = os.path.relpath(patch(DDP, folder / "patched"), ROOT)
+        patched = os.path.relpath(patch(DDP, folder / "patched"), ROOT)
         self.runs = {
-            "plain": self.on(chapter=DDP),
-            "fp32": self.on("--precision", "fp32"),
-            "bf16": self.on(),  # the default
-            "fp16": self.on("--precision", "fp16", "-b", 3),
+            "plain": Run(DDP, 2, FEW),
+            "fp32": Run(patched, 2, (*FEW, "--precision", "fp32")),
+            "bf16": Run(patched, 2, FEW),  # the default
+            "fp16": Run(patched, 2, (*FEW, "--precision", "fp16", "-b", 3)),
         }
         self.selected = list(self.runs.values())
 
-    def on(self, *args: object, chapter: str | None = None, **options: object) -> Run:
-        few = ("-b", 12, "--max-steps", STEPS, "--warmup-steps", 5, "--lr", 1e-2)
-        args = (*few, "--ckpt-freq", 5, "--keep-checkpoints", 9, *args)
-        return Run(chapter or self.patched, 2, args, **options)
-
-    def __getitem__(self, name: str) -> Path:
-        """Return the folder of a run."""
-        return self.folder / self.run(self.runs[name])
-
-    def column(self, run_dir: Path, key: str) -> list[float | None]:
-        return [line[key] for line in self.metrics(run_dir.name) if key in line]
+    def column(self, name: str, key: str) -> list[float | None]:
+        metrics = self.metrics(self.run(self.runs[name]))
+        return [line[key] for line in metrics if key in line]
 
 
 @pytest.fixture(scope="module")
@@ -71,18 +64,18 @@ def runs(make_folder) -> Patched:
 @pytest.mark.ci
 def test_float32_is_the_unpatched_chapter(runs):
     for key in ("step", *EXACT):
-        expected, found = (runs.column(runs[name], key) for name in ("plain", "fp32"))
+        expected, found = (runs.column(name, key) for name in ("plain", "fp32"))
         assert expected == found and found, key
 
 
 @pytest.mark.ci
 @pytest.mark.parametrize("precision", BANDS)
 def test_16_bits_are_close_to_float32(runs, precision):
-    expected, found = runs["plain"], runs[precision]
-    losses = runs.column(found, "loss")
+    losses = runs.column(precision, "loss")
     assert len(losses) == STEPS and losses[-1] < losses[0] - 1
     for key, rel in zip(("loss", "grad_norm", "eval_loss"), BANDS[precision], strict=True):
-        assert runs.column(found, key) == pytest.approx(runs.column(expected, key), rel=rel), key
-    assert losses != runs.column(expected, "loss"), "nothing was cast"
-    scales = runs.column(found, "loss_scale")
+        expected = runs.column("plain", key)
+        assert runs.column(precision, key) == pytest.approx(expected, rel=rel), key
+    assert losses != runs.column("plain", "loss"), "nothing was cast"
+    scales = runs.column(precision, "loss_scale")
     assert scales == ([FIRST_SCALE] * STEPS if precision == "fp16" else [])
