@@ -5,11 +5,9 @@ Each diff is applied to a copy of the script, which then has chapter 1's losses 
 """
 
 import argparse
-import contextlib
 import dataclasses
 import re
 import shutil
-from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
@@ -31,7 +29,6 @@ from helpers import (
     write_narrow,
 )
 from runner import finish, load_script, start
-from torch.distributed import _functional_collectives as funcol
 from transformers import MixtralConfig
 
 from common import models
@@ -132,18 +129,12 @@ SHAPES = {
     "1x2": (on("1x2", "-b", 24), ()),
     "2x2 full": (on("2x2", "-b", 6, *FULL), pytest.mark.ci),
     "2x2 odd": (on("2x2", "-b", 12, model=ODD), pytest.mark.nightly),
-    "1x4": (on("1x4", "-b", 24), pytest.mark.nightly),
-    "2x2 selective": (on("2x2", "-b", 6, *SELECTIVE), pytest.mark.nightly),
-    "2x2 offload": (on("2x2", "-b", 12, "--cpu-offload"), pytest.mark.nightly),
+    "2x2 selective": (on("2x2", "-b", 6, *SELECTIVE, "--cpu-offload"), pytest.mark.nightly),
     "context 1x2": (on("1x2", "-b", 24, diff=CONTEXT), ()),
     "context 2x2 full gpt2": (on("2x2", "-b", 6, *FULL, **GPT2), pytest.mark.ci),
     "context 1x4 gpt2": (on("1x4", "-b", 24, **GPT2), pytest.mark.nightly),
     "context 2x2 selective": (on("2x2", "-b", 6, *SELECTIVE, diff=CONTEXT), pytest.mark.nightly),
     "context 1x2 compile": (on("1x2", "-b", 24, "--compile", diff=CONTEXT), pytest.mark.nightly),
-    "context 1x2 compile full": (
-        on("1x2", "-b", 24, "--compile", *FULL, diff=CONTEXT),
-        pytest.mark.nightly,
-    ),
     "ulysses 1x2": (on("1x2", "-b", 24, ULYSSES, diff=CONTEXT), ()),
     "ulysses 1x2 compile full": (
         on("1x2", "-b", 24, ULYSSES, "--compile", *FULL, diff=CONTEXT),
@@ -272,8 +263,6 @@ def test_cudnn_takes_what_the_merge_gives_it():
 
 WRONG_MERGES = [
     ("torch.logaddexp(log_sum_1, log_sum_2)", "log_sum_2"),
-    ("saved = output, log_sum, ctx.scale", "saved = output, log_sum * 1.01, ctx.scale"),
-    ("forward_pass(query, *own, True, scale)", "forward_pass(query, *own, False, scale)"),
     ("return query_1 + query_2", "return query_2"),
 ]
 for pair in WRONG_MERGES:
@@ -292,22 +281,6 @@ def test_planted_wrong_merges_are_noticed(tmp_path, pair):
 # --- planted bugs ---
 
 
-@contextlib.contextmanager
-def no_all_reduce(path: str) -> Iterator[None]:
-    """DTensor's all-reduces return what they got: the embedding's, and those of norms' weights."""
-    original = funcol.all_reduce
-    funcol.all_reduce = lambda tensor, *_, **__: tensor
-    yield
-    funcol.all_reduce = original
-
-
-SUMMED_TWICE = (
-    "            scaler.unscale_(optimizer)",
-    """            for parameter in model.parameters():
-                if parameter.placements[1].is_replicate():
-                    dist.all_reduce(parameter.grad.to_local(), group=mesh.get_group("tp"))
-            scaler.unscale_(optimizer)""",
-)
 OTHER_DATA = (('mesh.get_local_rank("dp")', "rank % shape[0]"),)
 NOT_TIED = (("        model.tie_weights()  # the plan", "        # the plan"),)
 CONTEXT_BUGS = {
@@ -323,17 +296,10 @@ CONTEXT_BUGS = {
         'batch["position_ids"] = torch.arange(batch["labels"].shape[1]).expand_as(batch["labels"])',
         "pass",
     ),
-    "chunks in the order of ranks": ("late.flip(2)", "late"),
-    "parts of a softmax that count equally": (
-        "log_sum = torch.logaddexp(log_sum_1, log_sum_2)",
-        "log_sum = torch.logaddexp(log_sum_1, log_sum_1)",
-    ),
     "a mean over the labels of each rank": (", num_items_in_batch=n_labels)", ")"),
 }
 BUGS = {
     "other data in a row": ("samples of a row", on("2x2", "-b", 12, replaced=OTHER_DATA)),
-    "no all-reduce": ("loss", on("2x2", "-b", 12, note=no_all_reduce)),
-    "a gradient counted twice": ("loss", on("2x2", "-b", 12, replaced=(SUMMED_TWICE,))),
     "tied weights that come apart": ("loss", on("2x2", "-b", 12, model=ODD, replaced=NOT_TIED)),
     **{
         name: ("loss", on("1x2", "-b", 24, diff=CONTEXT, replaced=(pair,)))
@@ -383,29 +349,13 @@ def test_bad_input(tmp_path, diff, model, n_ranks, setting, sentence):
 
 # --- by hand ---
 
+# By script: what is replaced in it. Each rank has its part of a gradient, not the sum.
 WRONG = {
-    BY_HAND: [
-        ("return all_reduce(tensor)", "return tensor.view_as(tensor)"),  # no sum of the outputs
-        ("return all_reduce(gradient)", "return gradient"),  # each rank has its part of the sum
-        ('"down": 1}', '"down": 0}'),  # the second layer cut like the first
-    ],
-    PIPELINE: [
-        ("/ MICRO_BATCHES\n", "\n"),  # the sum instead of the mean
-        ("result, target = x.grad, rank - 1", "result, target = x.detach(), rank - 1"),
-        ("kept.pop(number)", "kept.pop(max(kept))"),  # the newest micro-batch goes back first
-    ],
-    EXPERTS: [
-        (
-            "dist.all_reduce(parts[1].grad)",
-            "pass",
-        ),  # each rank has a part of the gradient
-        ("order // TOP]", "order % TOKENS]"),  # rows of other tokens
-        ("numbers.repeat_interleave(expected)", "numbers.repeat_interleave(expected.sort()[0])"),
-        ("ctx.sizes[::-1]", "ctx.sizes"),  # gradients that go the same way as the rows
-    ],
+    BY_HAND: ("return all_reduce(gradient)", "return gradient"),
+    PIPELINE: ("/ MICRO_BATCHES\n", "\n"),  # the sum instead of the mean
+    EXPERTS: ("dist.all_reduce(parts[1].grad)", "pass"),
 }
-CASES = [(script, bug) for script, bugs in WRONG.items() for bug in bugs]
-for script, bug in CASES:
+for script, bug in WRONG.items():
     register(script, [bug])
 
 
@@ -450,9 +400,8 @@ def test_experts_by_hand(tmp_path, n_ranks):
     assert n_ranks == 1 or computed[n_ranks] > 1.2 * computed[0], "the bias changes the routes"
 
 
-@pytest.mark.parametrize(("script", "bug"), CASES)
-def test_planted_wrong_scripts(tmp_path, script, bug):
-    statuses, _ = run_ranks(script, tmp_path, 4, bug)
+@pytest.mark.parametrize("script", WRONG, ids=lambda script: script.stem)
+def test_planted_wrong_scripts(tmp_path, script):
+    statuses, _ = run_ranks(script, tmp_path, 4, WRONG[script])
     errors = "".join(path.read_text() for path in tmp_path.glob("stderr-*"))
-    noticed = "AssertionError: Tensor-likes are not close" in errors
-    assert any(statuses) and (noticed or bug[1] in ("ctx.sizes", '"down": 0}'))
+    assert any(statuses) and "AssertionError: Tensor-likes are not close" in errors
