@@ -4,11 +4,9 @@ import importlib.util
 import os
 import shutil
 import signal
-import socket
 import statistics
 import subprocess
 import time
-from collections.abc import Iterator
 from itertools import product
 
 import pytest
@@ -24,7 +22,6 @@ from helpers import (
     apply,
     assert_same_tensors,
     children,
-    free_port,
     full,
     plant,
     read_metrics,
@@ -33,7 +30,6 @@ from helpers import (
     selected_runs,
     tensors,
 )
-from runner import Series
 from torch.distributed.checkpoint import filesystem
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves, tree_map
@@ -121,22 +117,6 @@ def test_the_check_for_waiting_catches_an_item_call(train, monkeypatch):
     monkeypatch.setattr(torch.nn.utils, "clip_grads_with_norm_", clip_and_wait)
     with pytest.raises(RuntimeError, match="synchroniz"):
         test_no_step_waits_for_the_gpu(train, monkeypatch, "01-single-gpu")
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_compiled_model_resumes_on_a_gpu(train, tmp_path, dtype):
-    common = ("--max-steps", 12, "--log-freq", 1, "--ckpt-freq", 6, "--param-dtype", dtype)
-    common += ("--compile",)
-    straight = train(*common, name="straight")
-    train(*common, name="resumed")
-    # Back to the checkpoint of step 6: without the newer one the run goes on from there.
-    shutil.rmtree(tmp_path / "resumed/checkpoints/step-00000012")
-    resumed = train(*common, name="resumed")
-    assert column(resumed, "step") == list(range(1, 13))
-    rel = 1e-5 if dtype == "float32" else 1e-2
-    for key in ("loss", "lr"):
-        assert column(resumed, key) == pytest.approx(column(straight, key), rel=rel)
 
 
 def to_host(value: object) -> object:
@@ -239,27 +219,6 @@ def ends_well(process: subprocess.Popen) -> str:
 
 
 @pytest.mark.multi_gpu
-def test_two_launchers_of_half_the_gpus_are_one_of_all(tmp_path):
-    """Two nodes, as far as torchrun and the script can see; and both are chapter 1's training."""
-    half = torch.cuda.device_count() // 2
-    ends_well(start_launch_file(tmp_path, "one", NPROC_PER_NODE=2 * half))
-    head = f"localhost:{free_port()}"
-    halves = [",".join(map(str, range(first, first + half))) for first in (0, half)]
-    nodes = [
-        start_launch_file(
-            tmp_path, "two", NNODES=2, HEAD=head, NPROC_PER_NODE=half, CUDA_VISIBLE_DEVICES=gpus
-        )
-        for gpus in halves
-    ]
-    said = "".join(map(ends_well, nodes))
-    assert f" x world size {2 * half} x " in said and f"on {socket.gethostname()}" in said
-    one, two = (read_metrics(tmp_path / name) for name in ("one", "two"))
-    assert_close(one, two, 1e-5, 1e-3)
-    alone = train_in_shell(tmp_path, "alone", SCRIPT)
-    assert column(two, "loss") == pytest.approx(column(alone, "loss"), rel=1e-3)
-
-
-@pytest.mark.multi_gpu
 def test_a_signal_to_one_rank_stops_all_gpus(tmp_path):
     """Also after Triton has compiled: it replaces the process's signal handlers."""
     options = {"NPROC_PER_NODE": 2, "TORCHINDUCTOR_CACHE_DIR": tmp_path / "inductor"}
@@ -325,18 +284,22 @@ def test_an_overflow_on_one_gpu_makes_all_skip(tmp_path, args):
 
 MODELS = ("gpt2-tiny", "llama-tiny")
 RANKS = max(2, min(4, torch.cuda.device_count()))
+HALF = RANKS // 2
 ALONE_RUNS = {model: Run("01-single-gpu", 1, ("-m", model, "-b", 24)) for model in MODELS}
-
-
-def runs_on_all_gpus() -> Iterator[object]:
-    """Chapters 2 and 4 with no option and with each, for a start of as few as 2 ranks."""
-    options = {"plain": (), **FSDP_OPTIONS}
-    names = {"02-ddp": ("plain", "accumulated", "zero1", "compile")}
-    names["04-fsdp"] = [name for name in options if name != "zero1"]
-    for model, chapter in product(MODELS, names):
-        for name in names[chapter]:
-            run = Run(chapter, RANKS, ("-m", model, *options[name]))
-            yield pytest.param(model, run, id=f"{chapter}-{model}-{name}")
+# Of chapters 2 and 4: no option, and each one, for a start of as few as 2 ranks.
+OPTIONS = {
+    "02-ddp": [(), *(FSDP_OPTIONS[name] for name in ("accumulated", "zero1", "compile"))],
+    "04-fsdp": [(), *(words for name, words in FSDP_OPTIONS.items() if name != "zero1")],
+}
+ON_ALL_GPUS = [
+    Run(chapter, RANKS, ("-m", model, *words))
+    for model, chapter in product(MODELS, OPTIONS)
+    for words in OPTIONS[chapter]
+]
+ON_TWO_NODES = [
+    Run("04-fsdp", 2 * HALF, ("-m", model, "--hsdp", *offload))
+    for model, offload in product(MODELS, ((), ("--cpu-offload",)))
+]
 
 
 def run_in(precision: str, model: str, *args: str) -> Run:
@@ -346,6 +309,15 @@ def run_in(precision: str, model: str, *args: str) -> Run:
 # At the default rate two runs part that differ in the last digit only.
 SLOWLY = ("--lr", "1e-3")
 FLOAT32_RUNS = {model: run_in("fp32", model, *SLOWLY) for model in MODELS}
+FEW_BITS = [
+    run_in(precision, model, *SLOWLY, *compiled)
+    for model, precision in product(MODELS, ("bf16", "fp16", "fp8"))
+    for compiled in ((), ("--compile",))
+]
+
+
+def model_of(run: Run) -> str:
+    return run.args[run.args.index("-m") + 1]
 
 
 @pytest.fixture(scope="module")
@@ -357,26 +329,45 @@ def ladder(request, make_folder) -> Ladder:
     return Ladder(folder, [*runs, *ALONE_RUNS.values()], in_shell=True, length=32)
 
 
-def assert_same_on_gpus(ladder: Ladder, model: str, name: str) -> None:
+@pytest.fixture(scope="module")
+def two_nodes(request, make_folder) -> Ladder:
+    """Two nodes of half of the GPUs: the second half of the ranks begins at 0."""
+    halves = [",".join(map(str, range(first, first + HALF))) for first in (0, HALF)]
+    places = [
+        {"LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": HALF, "CUDA_VISIBLE_DEVICES": gpus}
+        for gpus in halves
+        for rank in range(HALF)
+    ]
+    runs = [*selected_runs(request), *ALONE_RUNS.values()]
+    folder = make_folder("nodes")
+    return Ladder(folder, runs, in_shell=True, length=32, places={2 * HALF: places})
+
+
+def assert_same_on_gpus(ladder: Ladder, run: Run) -> None:
     """As on the CPU, but NCCL sums in another order and TF32 has 3 digits."""
-    alone = ladder.metrics(ladder.run(ALONE_RUNS[model]))
+    alone, found = (ladder.metrics(ladder.run(each)) for each in (ALONE_RUNS[model_of(run)], run))
     assert len(alone) == STEPS and alone[-1]["loss"] < alone[0]["loss"] - 1
-    assert_close(alone, ladder.metrics(name), 1e-3, 5e-2)
+    assert_close(alone, found, 1e-3, 5e-2)
 
 
 @pytest.mark.multi_gpu
-@pytest.mark.parametrize(("model", "run"), list(runs_on_all_gpus()))
-def test_same_training_on_all_gpus(ladder, model, run):
+@pytest.mark.parametrize("run", ON_ALL_GPUS, ids=lambda run: run.name)
+def test_same_training_on_all_gpus(ladder, run):
     """The first of these does the runs of all, in one start."""
-    assert_same_on_gpus(ladder, model, ladder.run(run))
+    assert_same_on_gpus(ladder, run)
 
 
 @pytest.mark.multi_gpu
-@pytest.mark.parametrize(
-    ("model", "run"), [(model, run_in("tf32", model)) for model in MODELS], ids=MODELS
-)
-def test_tf32_is_chapter_4_on_gpus(ladder, model, run):
+@pytest.mark.parametrize("run", ON_TWO_NODES, ids=lambda run: run.name)
+def test_same_training_in_two_dimensions_of_gpus(two_nodes, run):
+    assert_same_on_gpus(two_nodes, run)
+
+
+@pytest.mark.multi_gpu
+@pytest.mark.parametrize("run", [run_in("tf32", model) for model in MODELS], ids=MODELS)
+def test_tf32_is_chapter_4_on_gpus(ladder, run):
     """Up to the order in which GPUs add; fp32 is further away: TF32 has 3 digits."""
+    model = model_of(run)
     chapter_4 = ladder.metrics(ladder.run(Run("04-fsdp", RANKS, ("-m", model))))
     tf32 = ladder.metrics(ladder.run(run))
     fp32 = ladder.metrics(ladder.run(run_in("fp32", model)))
@@ -384,54 +375,15 @@ def test_tf32_is_chapter_4_on_gpus(ladder, model, run):
     assert column(fp32, "loss") != pytest.approx(column(chapter_4, "loss"), rel=1e-5)
 
 
-def few_bits() -> list[object]:
-    return [
-        pytest.param(model, run_in(precision, model, *SLOWLY, *args), id="-".join(words))
-        for model in MODELS
-        for precision in ("bf16", "fp16", "fp8")
-        for args in ((), ("--compile",))
-        for words in [(model, precision, *args)]
-    ]
-
-
 @pytest.mark.multi_gpu
-@pytest.mark.parametrize(("model", "run"), few_bits())
-def test_few_bits_stay_near_fp32_on_gpus(ladder, model, run):
+@pytest.mark.parametrize("run", FEW_BITS, ids=lambda run: run.name)
+def test_few_bits_stay_near_fp32_on_gpus(ladder, run):
     if "fp8" in run.args and not has_fp8():
         pytest.skip("needs a GPU with fp8, and torchao")
-    fp32, found = (ladder.metrics(ladder.run(each)) for each in (FLOAT32_RUNS[model], run))
+    fp32, found = (ladder.metrics(ladder.run(each)) for each in (FLOAT32_RUNS[model_of(run)], run))
     for key in ("loss", "eval_loss"):
         assert column(found, key) == pytest.approx(column(fp32, key), rel=1e-2), key
         assert column(found, key) != pytest.approx(column(fp32, key), rel=1e-6), "in float32"
-
-
-@pytest.fixture(scope="module")
-def two_dimensions(ladder) -> Series:
-    """Both models on two nodes of half of the GPUs: the second half of the ranks begins at 0."""
-    half = min(4, torch.cuda.device_count()) // 2
-    halves = [",".join(map(str, range(first, first + half))) for first in (0, half)]
-    places = [
-        {"LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": half, "CUDA_VISIBLE_DEVICES": gpus}
-        for gpus in halves
-        for rank in range(half)
-    ]
-    runs = {
-        name: {"args": ladder.flags(name, *args), "chapter": "04-fsdp"}
-        for model in MODELS
-        for name, args in (
-            (f"hsdp-{model}", ("-m", model, "--hsdp")),
-            (f"hsdp-offload-{model}", ("-m", model, "--hsdp", "--cpu-offload")),
-        )
-    }
-    return Series(2 * half, runs, ladder.folder / "hsdp", env=places, in_shell=True)
-
-
-@pytest.mark.multi_gpu
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("options", ["hsdp", "hsdp-offload"])
-def test_same_training_in_two_dimensions_of_gpus(ladder, two_dimensions, model, options):
-    two_dimensions.assert_ended(f"{options}-{model}")
-    assert_same_on_gpus(ladder, model, f"{options}-{model}")
 
 
 POSITIONS, HEADS = 4096, 8
