@@ -199,41 +199,34 @@ def test_resumes_on_gpus_from_the_cpu_s_checkpoint_and_back(tmp_path):
     assert column(moved, "loss") == pytest.approx(column(straight, "loss"), rel=1e-3)
 
 
-def start_launch_file(tmp_path, name: str, *args: str, **env: object) -> subprocess.Popen:
-    """Start chapter 3's launch file; its processes have 20 steps to do."""
-    command = ["bash", "03-multi-node/launch_torchrun.sh", "--save-dir", tmp_path, "-e", name]
-    command += [*FEW, *args]
-    return subprocess.Popen(
-        [str(word) for word in command],
-        cwd=ROOT,
-        env={**os.environ, **{key: str(value) for key, value in env.items()}},
-        stderr=subprocess.PIPE,
-        text=True,
-    )
-
-
-def ends_well(process: subprocess.Popen) -> str:
-    _, said = process.communicate(timeout=200)
-    assert process.returncode == 0, said
-    return said
-
-
 @pytest.mark.multi_gpu
 def test_a_signal_to_one_rank_stops_all_gpus(tmp_path):
     """Also after Triton has compiled: it replaces the process's signal handlers."""
-    options = {"NPROC_PER_NODE": 2, "TORCHINDUCTOR_CACHE_DIR": tmp_path / "inductor"}
-    process = start_launch_file(tmp_path, "stopped", "--compile", **options)
+    cache = str(tmp_path / "inductor")
+    env = {**os.environ, "NPROC_PER_NODE": "2", "TORCHINDUCTOR_CACHE_DIR": cache}
+
+    def start(name: str) -> subprocess.Popen:
+        words = (*FEW, "--compile", "--save-dir", tmp_path, "-e", name)
+        command = ["bash", "03-multi-node/launch_torchrun.sh", *map(str, words)]
+        return subprocess.Popen(command, cwd=ROOT, env=env, stderr=subprocess.PIPE, text=True)
+
+    def end(process: subprocess.Popen) -> str:
+        _, said = process.communicate(timeout=200)
+        assert process.returncode == 0, said
+        return said
+
+    process = start("stopped")
     metrics = tmp_path / "stopped/metrics.jsonl"
     deadline = time.monotonic() + 200
     while not metrics.exists() or len(metrics.read_text().splitlines()) < 3:
         assert time.monotonic() < deadline and process.poll() is None
         time.sleep(0.01)
     os.kill(children(process.pid)[1], signal.SIGUSR1)
-    assert "Told to stop; saved after step" in ends_well(process)
+    assert "Told to stop; saved after step" in end(process)
     assert (tmp_path / "stopped/requeue").exists()
     assert len(read_metrics(tmp_path / "stopped")) < 20
-    ends_well(start_launch_file(tmp_path, "stopped", "--compile", **options))
-    ends_well(start_launch_file(tmp_path, "straight", "--compile", **options))
+    for name in ("stopped", "straight"):
+        end(start(name))
     straight, stopped = (read_metrics(tmp_path / name) for name in ("straight", "stopped"))
     assert column(stopped, "step") == list(range(1, 21))
     # Compiled runs are not bit-identical. The unusual texts of step 11 magnify the differences.
