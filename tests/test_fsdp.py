@@ -72,13 +72,8 @@ LOCAL_CLIP = (
     "            for p in model.parameters():\n"
     "                p.grad.to_local().mul_((args.max_grad_norm / grad_norm).clamp(max=1))"
 )
-SYNC = "model.set_requires_gradient_sync(last_backward or args.reduce_every_backward)"
 # By name: the first check that must be red, what is replaced in the script, further arguments.
 BUGS = {
-    "a block's gradients never averaged": (
-        "loss",
-        [(SYNC, f"{SYNC}\n            layers[0].set_requires_gradient_sync(False)")],
-    ),
     "each rank clips by its own norm": (
         "loss",
         [("clip_grad_norm(model, args.max_grad_norm)", LOCAL_CLIP)],
