@@ -123,7 +123,9 @@ def to_host(value: object) -> object:
     return full(value).cpu().clone() if isinstance(value, torch.Tensor) else value
 
 
-def check_asynchronous_checkpoints(train, monkeypatch, folder, late: str) -> None:
+@pytest.mark.gpu
+@pytest.mark.parametrize("late", ["writing", "copying"])
+def test_asynchronous_checkpoints_are_of_their_step(train, tmp_path, monkeypatch, late):
     """Compare the checkpoints of a run with what the GPU held when each was asked for.
 
     late: "writing", which begins half a second later, or "copying", of the last tensor, before
@@ -161,24 +163,14 @@ def check_asynchronous_checkpoints(train, monkeypatch, folder, late: str) -> Non
     train(*saves, "--async-checkpoint", name="run", chapter="04-fsdp")
     assert sorted(held) == [5, 10, 15, 20]
     for step, expected in held.items():
-        assert_same_tensors(expected, tensors(folder / "run", step))
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("late", ["writing", "copying"])
-def test_asynchronous_checkpoints_are_of_their_step(train, tmp_path, monkeypatch, late):
-    check_asynchronous_checkpoints(train, monkeypatch, tmp_path, late)
-
-
-def not_copied(_: checkpoint.BlockingAsyncStager, content: dict) -> dict:
-    return content
+        assert_same_tensors(expected, tensors(tmp_path / "run", step))
 
 
 @pytest.mark.gpu
 def test_planted_tensors_that_are_not_copied_are_noticed(train, tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint.BlockingAsyncStager, "stage", not_copied)
+    monkeypatch.setattr(checkpoint.BlockingAsyncStager, "stage", lambda _, content: content)
     with pytest.raises(AssertionError, match=r"\.(model|optimizer)\."):
-        check_asynchronous_checkpoints(train, monkeypatch, tmp_path, "writing")
+        test_asynchronous_checkpoints_are_of_their_step(train, tmp_path, monkeypatch, "writing")
 
 
 @pytest.mark.gpu
