@@ -1,4 +1,7 @@
-"""A run becomes a folder that transformers loads, with the run's own numbers, and trains on."""
+"""A run becomes a folder that transformers loads, with the run's own numbers, and trains on.
+
+test_architectures.py does this with every architecture, from the shards of two ranks.
+"""
 
 import os
 import signal
@@ -6,14 +9,12 @@ from pathlib import Path
 
 import pytest
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
-from helpers import ROOT, first_then_nightly, read_metrics, save_run
-from runner import finish, server_context, start
+from helpers import ROOT, read_metrics, save_run, write_corpus
+from runner import finish, start
 from safetensors.torch import load_file
 from tokenizers.processors import TemplateProcessing
 from torch import nn
-from torch.distributed.fsdp import fully_shard
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from common import models
@@ -21,45 +22,15 @@ from common import models
 SCRIPT = ROOT / "04-fsdp/export.py"
 SMALL = ["-s", 32, "--global-batch-size", 6, "--max-steps", 4, "--ckpt-freq", 2, "--log-freq", 1]
 IDS = torch.arange(64).view(2, 32) * 61 % 4096
-# By run: its model, and the step of its last checkpoint.
-RUNS = {"gpt2": ("gpt2-tiny", 4), "fsdp": ("llama-tiny", 7)}
-TIED = "lm_head.weight"
-
-
-def random_model(name: str, dtype: torch.dtype = torch.float32) -> nn.Module:
-    """Return a model of which no two tensors are alike, the same each time."""
-    model = AutoModelForCausalLM.from_config(models.load_config(name)).to(dtype)
-    generator = torch.Generator().manual_seed(0)
-    for parameter in model.parameters():
-        nn.init.normal_(parameter.data, std=0.1, generator=generator)
-    return model
-
-
-def save_sharded(rank: int, run_dir: Path) -> None:
-    """Save a run as the ranks of FSDP2 do, each its shards."""
-    dist.init_process_group("gloo", f"file://{run_dir}.store", rank=rank, world_size=2)
-    model = random_model("llama-tiny")
-    for block in model.model.layers:
-        fully_shard(block)
-    fully_shard(model)
-    save_run(run_dir, model, 7, "llama-tiny")
-    dist.barrier()
-    dist.destroy_process_group()
 
 
 @pytest.fixture(scope="module")
-def runs(make_folder) -> Path:
-    """Return a folder with a corpus, a run of chapter 1 on it, and one that two ranks saved."""
+def run(make_folder) -> Path:
+    """Return the folder of a run of chapter 1. Its corpus is beside it."""
     folder = make_folder("runs")
-    corpus = "".join(f"Text number {n}, of many words. " * 20 for n in range(50))
-    (folder / "corpus.txt").write_text(corpus)
-    args = ["-d", folder / "corpus.txt", *SMALL, "--save-dir", folder, "-e", "gpt2"]
-    process = server_context().Process
-    ranks = [process(target=save_sharded, args=(rank, folder / "fsdp")) for rank in (0, 1)]
-    for each in ranks:
-        each.start()
-    assert [finish(each) for each in (start(args), *ranks)] == [0, 0, 0]
-    return folder
+    args = ["-d", write_corpus(folder), *SMALL, "--save-dir", folder, "-e", "run"]
+    assert finish(start(args)) == 0
+    return folder / "run"
 
 
 @pytest.fixture
@@ -68,10 +39,10 @@ def export(run_main):
     return lambda *args: run_main(SCRIPT, *args)[0]
 
 
-def read_run(run_dir: Path, name: str, step: int) -> nn.Module:
-    """Return the model that the run had after a step, by another way than the script's."""
-    model = AutoModelForCausalLM.from_config(models.load_config(name))
-    path = run_dir / f"checkpoints/step-{step:08d}"
+def read_run(run: Path) -> nn.Module:
+    """Return the model that the run had after its last step, by another way than the script's."""
+    model = AutoModelForCausalLM.from_config(models.load_config("gpt2-tiny"))
+    path = run / "checkpoints/step-00000004"
     dcp.load({"model": model.state_dict()}, checkpoint_id=path, no_dist=True)
     return model
 
@@ -89,20 +60,19 @@ def compare(folder: Path, expected: nn.Module) -> None:
     assert torch.allclose(logits, expected_logits, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("run", first_then_nightly(RUNS))
-def test_transformers_has_the_numbers_of_the_run(run, runs, export, tmp_path):
-    """Of one process, and of shards of two ranks; in several files."""
-    target, (name, step) = tmp_path / "model", RUNS[run]
-    out = export(runs / run, target, "--max-shard-size", "1MB")
-    expected = random_model(name) if run == "fsdp" else read_run(runs / run, name, step)
+def test_transformers_has_the_numbers_of_the_run(run, export, tmp_path):
+    """In several files."""
+    target = tmp_path / "model"
+    out = export(run, target, "--max-shard-size", "1MB")
+    expected = read_run(run)
     compare(target, expected)
     files = [load_file(path) for path in target.glob("*.safetensors")]
     weights = [name for file in files for name in file]
     assert len(files) > 2 and sorted(weights) == sorted(dict(expected.named_parameters()))
-    assert (TIED not in weights) == (run == "gpt2"), "tied weights stand there once"
+    assert "lm_head.weight" not in weights, "tied weights stand there once"
     first_line, second_line, *_ = out.splitlines()
-    names = f"(model {name}, tokenizer {name})"
-    assert first_line == f"{target}: step {step} of {runs / run} {names}"
+    names = "(model gpt2-tiny, tokenizer gpt2-tiny)"
+    assert first_line == f"{target}: step 4 of {run} {names}"
     assert second_line.startswith(f"{expected.num_parameters():,} parameters in float32, ")
     assert f"bash 04-fsdp/launch.sh --pretrained -m {target}\n" in out
     assert list(tmp_path.iterdir()) == [target]
@@ -111,7 +81,7 @@ def test_transformers_has_the_numbers_of_the_run(run, runs, export, tmp_path):
 
 
 @pytest.mark.ci
-def test_a_tokenizer_that_begins_texts_no_longer_does(runs, export, tmp_path):
+def test_a_tokenizer_that_begins_texts_no_longer_does(run, export, tmp_path):
     """The run has trained without the token."""
     tokenizer = models.load_tokenizer("gpt2-tiny")
     bare = tokenizer("def")["input_ids"]
@@ -121,15 +91,15 @@ def test_a_tokenizer_that_begins_texts_no_longer_does(runs, export, tmp_path):
     tokenizer.save_pretrained(tmp_path / "begins")
     again = AutoTokenizer.from_pretrained(tmp_path / "begins")
     assert again("def")["input_ids"] == [begin[1], *bare]
-    export(runs / "gpt2", tmp_path / "model", "--tokenizer-name", tmp_path / "begins")
+    export(run, tmp_path / "model", "--tokenizer-name", tmp_path / "begins")
     for load in (AutoTokenizer.from_pretrained, models.load_tokenizer):
         assert load(str(tmp_path / "model"))("def")["input_ids"] == bare
 
 
 @pytest.mark.nightly
-def test_tokenizer_and_settings_come_back(runs, export, tmp_path):
+def test_tokenizer_and_settings_come_back(run, export, tmp_path):
     folder = tmp_path / "model"
-    export(runs / "gpt2", folder)
+    export(run, folder)
     before, after = models.load_tokenizer("gpt2-tiny"), AutoTokenizer.from_pretrained(folder)
     text = "\tStra\u00dfe, \u65e5\u672c <|endoftext|> a  b\n"
     ids = after(text)["input_ids"]
@@ -141,42 +111,38 @@ def test_tokenizer_and_settings_come_back(runs, export, tmp_path):
 
 
 @pytest.mark.ci
-def test_training_goes_on_from_the_folder(runs, export, tmp_path):
+def test_training_goes_on_from_the_folder(run, export, tmp_path):
     """A step at rate 0 changes no weight, so its evaluation is that of the folder."""
     folder = tmp_path / "model"
-    export(runs / "gpt2", folder)
-    args = ["-d", runs / "corpus.txt", *SMALL, "--max-steps", 1, "--lr", 0, "--seed", 5]
+    export(run, folder)
+    args = ["-d", run.parent / "corpus.json", *SMALL, "--max-steps", 1, "--lr", 0, "--seed", 5]
     args += ["--save-dir", tmp_path, "-e", "run", "-m", folder, "--pretrained"]
     assert finish(start(args)) == 0
-    expected, found = (read_metrics(run)[-1] for run in (runs / "gpt2", tmp_path / "run"))
+    expected, found = (read_metrics(each)[-1] for each in (run, tmp_path / "run"))
     assert found["eval_loss"] == pytest.approx(expected["eval_loss"], rel=1e-6)
 
 
 @pytest.mark.nightly
-def test_dtypes(runs, export, tmp_path):
-    export(runs / "gpt2", tmp_path / "half", "--param-dtype", "bfloat16")
-    rounded = read_run(runs / "gpt2", "gpt2-tiny", 4).to(torch.bfloat16)
-    compare(tmp_path / "half", rounded)
-    model = random_model("gpt2-tiny", torch.bfloat16)
+def test_dtypes(run, export, tmp_path):
+    model = read_run(run).to(torch.bfloat16)
+    export(run, tmp_path / "half", "--param-dtype", "bfloat16")
+    compare(tmp_path / "half", model)
     save_run(tmp_path / "run", model, 7, "gpt2-tiny", "bfloat16")
     export(tmp_path / "run", tmp_path / "as-trained")
     compare(tmp_path / "as-trained", model)
-    export(tmp_path / "run", tmp_path / "wide", "--param-dtype", "float32")
-    compare(tmp_path / "wide", model.float())
 
 
 # --- bad input ---
 
 
 @pytest.mark.nightly
-def test_bad_input(runs, refuse, tmp_path):
-    run, thesis = runs / "gpt2", tmp_path / "thesis.txt"
+def test_bad_input(run, refuse, tmp_path):
+    thesis = tmp_path / "thesis.txt"
     thesis.write_text("the only copy")
-    for args, sentence in (
-        ((runs,), "no run's folder with a complete checkpoint"),
-        ((run, "--tokenizer-name", runs), "has no usable tokenizer"),
-    ):
-        assert sentence in refuse(SCRIPT, args[0], tmp_path / "model", *args[1:])
+    other, target = run.parent, tmp_path / "model"
+    assert "no run's folder with a complete checkpoint" in refuse(SCRIPT, other, target)
+    said = refuse(SCRIPT, run, target, "--tokenizer-name", other)
+    assert "has no usable tokenizer" in said
     assert f"{tmp_path} already exists" in refuse(SCRIPT, run, tmp_path)
     assert "could not be written (File exists)" in refuse(SCRIPT, run, thesis / "model")
 
@@ -187,10 +153,10 @@ def kill_at_rename() -> None:
 
 
 @pytest.mark.nightly
-def test_a_kill_leaves_nothing_under_the_name(runs, export, tmp_path):
+def test_a_kill_leaves_nothing_under_the_name(run, export, tmp_path):
     target = tmp_path / "model"
-    process = start([runs / "gpt2", target], script=str(SCRIPT), plant=kill_at_rename)
+    process = start([run, target], script=str(SCRIPT), plant=kill_at_rename)
     assert finish(process) == -signal.SIGKILL
     assert not target.exists() and len(list(tmp_path.glob(".model-*/model/*.safetensors"))) == 1
-    export(runs / "gpt2", target)
-    compare(target, read_run(runs / "gpt2", "gpt2-tiny", 4))
+    export(run, target)
+    compare(target, read_run(run))
