@@ -31,7 +31,6 @@ from common import models
 from common.cli import RunError
 from common.data import IGNORED
 
-import conversations
 from conversations import Conversations, as_messages, encode, load_conversations, pack
 
 CHAPTER = "02-ddp"
@@ -55,30 +54,20 @@ def questions(count: int) -> list[tuple[str, str]]:
 
 # --- the training ---
 
-
-def label_all_tokens() -> None:
-    def encode_all(messages: list, tokenizer: object) -> tuple[list[int], list[int]]:
-        input_ids, _ = encode(messages, tokenizer)
-        return input_ids, [IGNORED, *input_ids[1:]]
-
-    conversations.encode = encode_all
-
-
+# Each bug: (right, wrong) texts in the script.
 LOSS = "ddp_model(**batch, num_items_in_batch=answer_tokens).loss * world_size"
 OF_MICRO_BATCH = ((LOSS, "ddp_model(**batch).loss / accumulation"),)
-COUNTED = "            dist.all_reduce(answer_tokens)\n"
-OF_RANK = ((COUNTED, "            answer_tokens = answer_tokens * world_size\n"),)
-for bug in (OF_MICRO_BATCH, OF_RANK):
+DATA = "train_data, eval_data = load_conversations(args, tokenizer)\n"
+ALL_TOKENS = ((DATA, f"{DATA}    train_data.rows[:, 1] = train_data.rows[:, 0]\n"),)
+for bug in (OF_MICRO_BATCH, ALL_TOKENS):
     register("02-ddp/diffs/instruct.diff", bug)
 LEARNT = ("-d", "capitals.csv", "--text-column", "country,capital", "-m", "gpt2-tiny")
-# By name, which begins with the number of ranks: the arguments, and the bug: (right, wrong) texts
-# in the script, or a function to call first.
+# By name, which begins with the number of ranks: the arguments, and the bug.
 RUNS = {
     "1-b6": (("-b", 6), ()),
-    "1-mask": (("-b", 6), label_all_tokens),
+    "1-all-tokens": (("-b", 6), ALL_TOKENS),
     "1-learnt": ((*LEARNT, "--max-steps", 60), ()),
     "2-b1": (("-b", 1), ()),
-    "2-of-rank": (("-b", 3), OF_RANK),
     "2-of-micro-batch": (("-b", 3), OF_MICRO_BATCH),
     "3-b1": (("-b", 1), ()),
 }
@@ -97,8 +86,7 @@ class Runs:
         """Return the folder of a run."""
         args, bug = RUNS[name]
         if not (self.folder / name).exists():
-            texts, plant = ((), bug) if callable(bug) else (bug, None)
-            script = patch(CHAPTER, self.folder / f"{name}-script", texts, DIFF)
+            script = patch(CHAPTER, self.folder / f"{name}-script", bug, DIFF)
             local = ("gpt2", "qa.csv", "capitals.csv")
             args = ["-m", "gpt2", "-d", "qa.csv", *args]
             flags = [
@@ -108,15 +96,12 @@ class Runs:
                 *("--save-dir", self.folder, "-e", name),
                 *(self.folder / arg if arg in local else arg for arg in args),
             ]
-            ranks = Ranks(int(name[0]), flags, chapter=str(script), plant=plant)
-            assert not any(ranks.finish())
+            assert not any(Ranks(int(name[0]), flags, chapter=str(script)).finish())
         return self.folder / name
 
-    def numbers(self, name: str) -> list[float]:
-        """Return all losses and norms of a run, and the last evaluation."""
-        metrics = read_metrics(self[name])
-        found = [line[key] for line in metrics for key in ("loss", "grad_norm")]
-        return [*found, metrics[-1]["eval_loss"]]
+    def numbers(self, name: str, *keys: str) -> list[float]:
+        """Return these numbers of all steps that have them."""
+        return [line[key] for line in read_metrics(self[name]) for key in keys if key in line]
 
 
 @pytest.fixture(scope="module")
@@ -124,26 +109,21 @@ def runs(make_folder) -> Runs:
     return Runs(make_folder("runs"))
 
 
-def assert_same(expected: list[float], found: list[float], rel: float = 1e-5) -> None:
-    assert found == pytest.approx(expected, rel=rel), "the losses differ"
-
-
 @pytest.mark.ci
 @pytest.mark.parametrize("other", first_then_nightly(["2-b1", "3-b1"]))
 def test_the_same_losses_for_all_ranks_and_micro_batches(runs, other):
-    losses = [line["loss"] for line in read_metrics(runs["1-b6"])]
+    losses = runs.numbers("1-b6", "loss")
     assert len(losses) == STEPS and losses[-1] < losses[0] / 1.5, "it learns, so weights matter"
-    found = [line["loss"] for line in read_metrics(runs[other])]
-    assert_same(losses, found)
     # A norm in a steep part of the training is less exact than a loss.
-    assert_same(runs.numbers("1-b6"), runs.numbers(other), rel=1e-3)
+    for key, rel in (("loss", 1e-5), ("grad_norm", 1e-3), ("eval_loss", 1e-3)):
+        expected = runs.numbers("1-b6", key)
+        assert expected and runs.numbers(other, key) == pytest.approx(expected, rel=rel), key
 
 
-@pytest.mark.parametrize("bug", ["2-of-micro-batch", "2-of-rank", "1-mask"])
+@pytest.mark.parametrize("bug", ["2-of-micro-batch", "1-all-tokens"])
 def test_planted_mean_of_means_or_loss_on_questions(runs, bug):
-    """A micro-batch or a rank divides by its own number of answer tokens."""
-    with pytest.raises(AssertionError, match="the losses differ"):
-        assert_same(runs.numbers("1-b6"), runs.numbers(bug), rel=1e-3)
+    keys = ("loss", "grad_norm")
+    assert runs.numbers(bug, *keys) != pytest.approx(runs.numbers("1-b6", *keys), rel=1e-3)
 
 
 @pytest.mark.nightly
@@ -187,35 +167,25 @@ def test_only_answers_and_their_ends_have_labels(tokenizer):
 
 
 @pytest.mark.check
-def test_the_name_of_a_special_token_in_a_message_is_text(tokenizer):
-    """Those of the chat template are control tokens, which end an answer."""
+def test_the_name_of_a_special_token_is_text(tokenizer):
+    """Those of the chat template are control tokens, which end an answer.
+
+    The tokens of a chat's prompt are those of the training, up to the answer.
+    """
     end = tokenizer.eos_token
-    messages = as_messages(f"What is {end}{end}?", f"{end} ends\na text: {end}")
-    input_ids, labels = encode(messages, tokenizer)
-    assert tokenizer.decode(input_ids) == (
-        f"user:\nWhat is {end}{end}?\nassistant:\n{end} ends\na text: {end}{end}"
-    )
-    assert [token == tokenizer.eos_token_id for token in input_ids].index(True) == len(labels) - 1
-    answer = [label for label in labels if label != IGNORED]
-    assert tokenizer.decode(answer) == f"{end} ends\na text: {end}{end}"
+    prompt, answer = f"What is {end}{end}?", f"    {end} ends\na text: {end}"
+    input_ids, labels = encode(as_messages(prompt, answer), tokenizer)
+    assert tokenizer.decode(input_ids) == f"user:\n{prompt}\nassistant:\n{answer}{end}"
+    assert input_ids.index(tokenizer.eos_token_id) == len(input_ids) - 1
+    assert tokenizer.decode([each for each in labels if each != IGNORED]) == f"{answer}{end}"
+    generate = load_script(ROOT / "01-single-gpu/generate.py")
+    trained = argparse.Namespace(tokenizer=tokenizer, begin=None)
+    asked = generate.encode_prompt(prompt, trained, chat=True)
+    assert asked == input_ids[: labels.count(IGNORED)]
+    assert generate.encode_prompt(end, trained, chat=False) == [tokenizer.eos_token_id]
     plain = as_messages("What is it?", "It is\nthis.")
     rendered = tokenizer.apply_chat_template(plain, tokenize=False)
     assert encode(plain, tokenizer)[0] == tokenizer.encode(rendered)
-
-
-@pytest.mark.check
-def test_the_name_of_a_special_token_in_a_prompt_is_text(tokenizer):
-    """The tokens of a chat's prompt are those of the training, up to the answer."""
-    end = tokenizer.eos_token
-    generate = load_script(ROOT / "01-single-gpu/generate.py")
-    prompt = f"What is {end}{end}?"
-    messages = as_messages(prompt, "    an answer that begins with spaces")
-    input_ids, labels = encode(messages, tokenizer)
-    expected = input_ids[: labels.count(IGNORED)]
-    trained = argparse.Namespace(tokenizer=tokenizer, begin=None)
-    assert generate.encode_prompt(prompt, trained, chat=True) == expected
-    assert tokenizer.eos_token_id not in expected
-    assert generate.encode_prompt(end, trained, chat=False) == [tokenizer.eos_token_id]
 
 
 @pytest.mark.check
@@ -291,7 +261,6 @@ def test_built_in_example(tokenizer):
 
 # --- bad input ---
 
-
 BAD_TABLES = [
     ({"question": ["a"], "reply": ["b"]}, "no column 'answer': .* from: question, reply"),
     ({"question": ["a", "b"], "answer": ["c", " "]}, "Row 2 of .* is no conversation"),
@@ -317,13 +286,9 @@ def test_bad_tables(tokenizer, tmp_path):
 @pytest.mark.check
 def test_bad_templates(tokenizer, tmp_path):
     folder = shutil.copytree(ROOT / "common/presets/tokenizer", tmp_path / "tokenizer")
-    for template, sentence in {
-        "{{ messages[-1].content }}": "changes earlier messages when later ones follow",
-    }.items():
-        (folder / "chat_template.jinja").write_text(template)
-        with pytest.raises(RunError, match=sentence) as error:
-            encode(TALK, models.load_tokenizer(str(folder)))
-        assert "\n" not in str(error.value)
+    (folder / "chat_template.jinja").write_text("{{ messages[-1].content }}")
+    with pytest.raises(RunError, match="changes earlier messages when later ones follow"):
+        encode(TALK, models.load_tokenizer(str(folder)))
     (folder / "chat_template.jinja").unlink()
     with pytest.raises(RunError, match="has no chat template: give --tokenizer-name"):
         encode(TALK, models.load_tokenizer(str(folder)))
