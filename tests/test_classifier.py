@@ -11,27 +11,24 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from datasets import ClassLabel, Dataset, Features, Value
+from datasets import ClassLabel, Dataset, DatasetDict, Features, Value
 from helpers import ROOT, first_then_nightly, read_metrics, register, replace_in, run_script
 from runner import Ranks
 from transformers import pipeline
 
 from common.cli import RunError
 
-from classification import batches
 from classification.batches import GroupedSampler
 from classification.examples import DEAL, PACKAGES, load_examples
 
 SCRIPT = ROOT / "02-ddp/train_classifier.py"
 CLASSES = ["fruit", "metal", "weather"]
 SIZES = {"train": 50, "validation": 10, "test": 11}  # 50: the eighth global batch of 7 has one
-ARGS = ["-s", 32, "-b", 2, "--global-batch-size", 7, "--log-freq", 1, "--lr", 5e-4]
-LOSS = "losses.sum() * world_size / n_terms"
+ARGS = ("-s", 32, "-b", 2, "--global-batch-size", 7, "--log-freq", 1, "--lr", 5e-4)
 
 
-def write_splits(folder: Path, wrong: str = "") -> Path:
-    """Write a CSV for each split: texts of 1 to 40 words, some the class's own; `wrong` names a
-    split whose labels are those of the next class."""
+def write_splits(folder: Path) -> Path:
+    """Write a CSV for each split: texts of 1 to 40 words, some of them the class's own."""
     folder.mkdir()
     letters = random.Random(0)
     for split, size in SIZES.items():
@@ -39,11 +36,8 @@ def write_splits(folder: Path, wrong: str = "") -> Path:
             writer = csv.writer(file)
             writer.writerow(["text", "label"])
             for number in range(size):
-                label = number % 3
-                words = (
-                    f"{CLASSES[label]} w{letters.randrange(9)}" for _ in range(1 + number % 20)
-                )
-                name = CLASSES[(label + 1) % 3] if split == wrong else CLASSES[label]
+                name = CLASSES[number % 3]
+                words = (f"{name} w{letters.randrange(9)}" for _ in range(1 + number % 20))
                 writer.writerow([" ".join(words), name])
     return folder
 
@@ -51,14 +45,9 @@ def write_splits(folder: Path, wrong: str = "") -> Path:
 # --- runs, and what is planted in them ---
 
 
-def pad_left() -> None:
-    pad = batches._pad
-    batches._pad = lambda rows, *others: pad([row[::-1] for row in rows], *others).flip(1)
-
-
-# Each bug: (right, wrong) in the script's text, or a function to call first.
+# Each bug: (right, wrong) texts in the script.
+LOSS = "losses.sum() * world_size / n_terms"
 MEAN = ((LOSS, "losses.sum() / (batch['index'] >= 0).sum().clamp(min=1) / micro_batches"),)
-LAST = (("eval_loss < best_loss", "True"),)
 OWN_PART = (("gather({rank: torch.cat(parts).cpu()})", "{rank: torch.cat(parts).cpu()}"),)
 # As another Python's standard library would have it, on another node.
 ENCODE = "    label_tokens = encode("
@@ -66,20 +55,27 @@ ANOTHER_TEXT = ((ENCODE, f"    splits['train'].texts[3] += ' w1' * rank\n{ENCODE
 # In the second epoch, on the last rank only.
 NAN = "math.nan if epoch == 1 and rank == world_size - 1 else 1"
 NAN_LOSS = (("losses.detach().sum()", f"losses.detach().sum() * ({NAN})"),)
-for bug in (MEAN, LAST, OWN_PART, ANOTHER_TEXT, NAN_LOSS):
+# The head takes padding for text: no text has this token.
+PAD = "model.config.pad_token_id = "
+PADDING_READ = ((f"{PAD}tokenizer.pad_token_id", f"{PAD}4095"),)
+# No bug: the labels of the validation are those of the next class.
+VALIDATION = "splits['validation'].labels"
+CONTRARY = ((ENCODE, f"    {VALIDATION} = [(n + 1) % 3 for n in {VALIDATION}]\n{ENCODE}"),)
+LAST = (*CONTRARY, ("eval_loss < best_loss", "True"))
+for bug in (MEAN, OWN_PART, ANOTHER_TEXT, NAN_LOSS, PADDING_READ, LAST):
     register("02-ddp/train_classifier.py", bug)
 
-LINEAR = (*ARGS, "-d", "data", "--num-epochs", 2)
-SHORT = (*LINEAR, "--num-epochs", 1)
-CONTRARY = (*LINEAR, "-d", "contrary", "--num-epochs", 3, "--lr", 3e-3)
+LINEAR = (*ARGS, "--num-epochs", 2)
+SHORT = (*ARGS, "--num-epochs", 1)
+LONG = (*ARGS, "--num-epochs", 3, "--lr", 3e-3)
 RUNS = {
     "linear": (LINEAR, ()),
-    "none": ((*LINEAR, "--num-epochs", 3, "--head", "none", "--lr", 3e-3), ()),
+    "none": ((*LONG, "--head", "none"), ()),
     "dynamic": ((*SHORT, "--padding", "dynamic"), ()),
     "fixed": ((*SHORT, "--padding", "fixed"), ()),
-    "left": ((*SHORT, "--padding", "dynamic"), pad_left),
-    "contrary": (CONTRARY, ()),
-    "last": (CONTRARY, LAST),
+    "padding_read": ((*SHORT, "--padding", "dynamic"), PADDING_READ),
+    "contrary": (LONG, CONTRARY),
+    "last": (LONG, LAST),
     "another_text": (SHORT, ANOTHER_TEXT),
     "mean": (SHORT, MEAN),
     "own_part": (SHORT, OWN_PART),
@@ -93,21 +89,18 @@ class Runs:
     def __init__(self, folder: Path) -> None:
         self.folder, self.errors = folder, {}
         write_splits(folder / "data")
-        write_splits(folder / "contrary", wrong="validation")
 
     def error(self, name: str, world_size: int = 1) -> str | None:
         """Return the last line of rank 0 if the run failed."""
         run = f"{name}-{world_size}"
         if run not in self.errors:
-            args, bug = RUNS[name]
+            args, replacements = RUNS[name]
             script = Path(shutil.copy(SCRIPT, self.folder / f"{run}.py"))
-            for pair in () if callable(bug) else bug:
+            for pair in replacements:
                 replace_in(script, *pair)
-            words = [self.folder / word if word in ("data", "contrary") else word for word in args]
-            words += ["--save-dir", self.folder, "-e", run]
+            words = [*args, "-d", self.folder / "data", "--save-dir", self.folder, "-e", run]
             stderr = [str(self.folder / f"{run}-{rank}.stderr") for rank in range(world_size)]
-            options = {"plant": bug} if callable(bug) else {}
-            ranks = Ranks(world_size, words, script=str(script), stderr_file=stderr, **options)
+            ranks = Ranks(world_size, words, script=str(script), stderr_file=stderr)
             failed = any(ranks.finish())
             self.errors[run] = Path(stderr[0]).read_text().splitlines()[-1] if failed else None
         return self.errors[run]
@@ -153,20 +146,17 @@ def test_the_same_training_and_report_on_every_number_of_ranks(runs, head, world
 
 def test_planted_another_example_on_a_rank_and_a_ranks_own_report(runs):
     assert runs.error("own_part", 2) == "AssertionError: an example is missing or repeated"
-    what = r"examples with checksum \w{16}"
-    sentence = rf"Rank 1 on \S+ has {what}, rank 0 on \S+ has \w{{16}}: use the .*\."
-    assert re.fullmatch(sentence, runs.error("another_text", 2))
+    sentence = r"Rank 1 on \S+ has examples with checksum \w+, rank 0 on \S+ has \w+: use the "
+    assert re.match(sentence, runs.error("another_text", 2))
 
 
 @pytest.mark.nightly
 def test_a_run_that_diverges_stops_and_keeps_the_best_model(runs):
     """Rank 0 stops in the same step if only rank 1 has a loss that is not finite."""
-    folder = runs.folder / "nan_loss-2"
-    assert runs.error("nan_loss", 2) == (
-        "The training has diverged at step 9: start a new run with a smaller --lr. After an epoch, "
-        f"{folder}/best has the best model so far."
-    )
-    assert (folder / "best/model.safetensors").exists()
+    best = runs.folder / "nan_loss-2/best"
+    said = runs.error("nan_loss", 2)
+    assert "diverged at step 9:" in said and f"{best} has the best model so far." in said
+    assert (best / "model.safetensors").exists()
 
 
 def test_planted_a_mean_of_each_ranks_batch(runs):
@@ -176,11 +166,10 @@ def test_planted_a_mean_of_each_ranks_batch(runs):
 
 
 @pytest.mark.nightly
-def test_padding_changes_no_loss_but_planted_on_the_left(runs):
-    """The planted bug pads on the left: positions of a text then depend on the batch it is in."""
+def test_padding_changes_no_loss_but_planted_read(runs):
     dynamic = runs.losses("dynamic")
     assert runs.losses("fixed") == pytest.approx(dynamic, rel=1e-5)
-    assert runs.losses("left") != pytest.approx(dynamic, rel=1e-3)
+    assert runs.losses("padding_read") != pytest.approx(dynamic, rel=1e-3)
     assert runs.losses("linear")[:8] != pytest.approx(dynamic, rel=1e-3), "other batches"
 
 
@@ -262,17 +251,13 @@ def test_built_in_pieces_of_a_file_stay_together():
 def test_a_folder_in_the_shape_of_imdb(tmp_path):
     """Its test stays whole, its validation is cut from train, what has no label is left alone."""
     features = Features({"text": Value("string"), "label": ClassLabel(names=["neg", "pos"])})
-    files, folder = [], tmp_path / "imdb"
-    (folder / "plain_text").mkdir(parents=True)
+    tables = DatasetDict()
     for split, size in (("train", 200), ("test", 50), ("unsupervised", 40)):
         labels = [-1 if split == "unsupervised" else n % 2 for n in range(size)]
         texts = [f"{split} review {n}, so {'good' if n % 2 else 'bad'}" for n in range(size)]
-        name = f"plain_text/{split}-00000-of-00001.parquet"
-        Dataset.from_dict({"text": texts, "label": labels}, features).to_parquet(folder / name)
-        files.append(f"  - split: {split}\n    path: {name}\n")
-    card = "---\nconfigs:\n- config_name: plain_text\n  data_files:\n" + "".join(files) + "---\n"
-    (folder / "README.md").write_text(card)
-    classes, splits = load_examples(str(folder))
+        tables[split] = Dataset.from_dict({"text": texts, "label": labels}, features)
+    tables.save_to_disk(tmp_path / "imdb")
+    classes, splits = load_examples(str(tmp_path / "imdb"))
     assert classes == ["neg", "pos"]
     assert len(splits["test"]) == 50 and 5 <= len(splits["validation"]) <= 40
     assert len(splits["train"]) + len(splits["validation"]) == 200
@@ -299,7 +284,6 @@ ROWS = "text,label\n" + "".join(f"text number {n},{'ab'[n % 2]}\n" for n in rang
 BAD_TABLES = {
     "has no text column 'text': give --text-column one of body, label": "body,label\na,b\n",
     "has no label column 'label': give --label-column one of text, class": "text,class\na,b\n",
-    "have 1 different values in 100 rows: give a --label-column": ROWS.replace(",b\n", ",a\n"),
     "have 1 different values in 50 rows: give a --label-column": ROWS.replace(",b\n", ",\n"),
     "The labels of .* have 100 different values in 100 rows": "text,label\n"
     + "".join(f"text {n},label {n}\n" for n in range(100)),
@@ -320,7 +304,7 @@ def test_bad_tables(tmp_path):
 
 
 @pytest.mark.check
-@pytest.mark.parametrize(("n", "world_size"), [(1, 3), (7, 5), (50, 2), (50, 3)])
+@pytest.mark.parametrize(("n", "world_size"), [(1, 3), (7, 5), (50, 3)])
 def test_every_example_once_and_as_many_passes_on_every_rank(world_size, n):
     lengths = [random.Random(i).randrange(1, 99) for i in range(n)]
     for padding in ("grouped", "dynamic"):
