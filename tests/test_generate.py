@@ -43,7 +43,7 @@ def random_model(name: str) -> PreTrainedModel:
 
 @pytest.fixture(scope="module")
 def saved(make_folder) -> Path:
-    """Return a folder with a run of each model, weights of one, a classifier, and prompts.
+    """Return a folder with runs, weights, a classifier, and prompts.
 
     In step 5, the weights of the runs had the other sign. "begins" has a tokenizer that begins each
     text with a token.
@@ -55,18 +55,17 @@ def saved(make_folder) -> Path:
             for parameter in model.parameters():
                 parameter.data.neg_()
             save_run(folder / name, model, step, name)
-    model = random_model("gpt2-tiny")
-    model.save_pretrained(folder / "weights")
-    models.load_tokenizer("gpt2-tiny").save_pretrained(folder / "weights")
+    model, tokenizer = random_model("gpt2-tiny"), models.load_tokenizer("gpt2-tiny")
+    for each in (model, tokenizer):
+        each.save_pretrained(folder / "weights")
+    begin = (tokenizer.bos_token, tokenizer.bos_token_id)
+    begins = TemplateProcessing(f"{tokenizer.bos_token} $A", special_tokens=[begin])
+    tokenizer.backend_tokenizer.post_processor = begins
+    for each in (model, tokenizer):
+        each.save_pretrained(folder / "begins")
+    save_run(folder / "begins-run", model, 7, str(folder / "begins"))
     model.config.architectures = ["GPT2ForSequenceClassification"]
     model.config.save_pretrained(folder / "classifier")
-    tokenizer = models.load_tokenizer("gpt2-tiny")
-    ids = [(tokenizer.bos_token, tokenizer.bos_token_id)]
-    begins = TemplateProcessing(f"{tokenizer.bos_token} $A", special_tokens=ids)
-    tokenizer.backend_tokenizer.post_processor = begins
-    random_model("gpt2-tiny").save_pretrained(folder / "begins")
-    tokenizer.save_pretrained(folder / "begins")
-    save_run(folder / "begins-run", random_model("gpt2-tiny"), 7, str(folder / "begins"))
     (folder / "prompts.txt").write_text("\n".join(PROMPTS) + "\n")
     return folder
 
@@ -147,10 +146,6 @@ def pad_with_the_end(script) -> None:
     script.pad = lambda rows: (pad(rows)[0] * pad(rows)[1], pad(rows)[1])  # its id is 0
 
 
-def attention_of_training(script) -> None:
-    PreTrainedModel.set_attn_implementation = lambda self, name: None
-
-
 @pytest.mark.nightly
 def test_a_batch_gives_the_texts_of_one_at_a_time(ask, monkeypatch):
     """Also with a penalty that counts padding, as that of transformers 5.17 does."""
@@ -164,11 +159,7 @@ def test_a_batch_gives_the_texts_of_one_at_a_time(ask, monkeypatch):
     single = ask(*args, "-b", 1)
     assert any(each["new_tokens"] < 64 for each in single), "one comes to its end"
     assert ask(*args, "-b", 5) == ask(*args, "-b", 2) == single
-    # By monkeypatch, which puts it back after the plants.
-    monkeypatch.setattr(
-        PreTrainedModel, "set_attn_implementation", PreTrainedModel.set_attn_implementation
-    )
-    for plant in (no_mask, pad_with_the_end, attention_of_training):
+    for plant in (no_mask, pad_with_the_end):
         assert ask(*args, "-b", 5, plant=plant) != single, plant
 
 
@@ -226,7 +217,6 @@ def test_bad_input(refuse, saved, tmp_path):
         ((run, "--step", 3), "keeps no checkpoint of step 3: give one of 5, 7."),
         ((saved / "weights", "--step", 3), "leave out --step."),
         ((run, "-p", text), f"128 positions: give --max-new-tokens {room} or less."),
-        ((run, "-p", text * 4), "the model has 128 positions: shorten the prompt."),
         ((run, *GREEDY, "-n", 2), "--temperature 0 always gives the same text"),
         ((run, "--prompts", tmp_path / "latin.txt"), "Cannot read the prompts ('utf-8' codec"),
         ((run, "--output", tmp_path / "thesis"), "thesis already exists"),
