@@ -5,7 +5,6 @@ micro-batches; the tuned model answers, also after an export, through the chat t
 """
 
 import argparse
-import csv
 import json
 import random
 import shutil
@@ -17,14 +16,15 @@ import torch
 from datasets import Dataset
 from helpers import (
     ROOT,
+    Ladder,
+    Run,
+    assert_same_losses,
     first_then_nightly,
     patch,
-    read_metrics,
     register,
     run_script,
-    write_narrow,
 )
-from runner import Ranks, load_script
+from runner import load_script
 from transformers import AutoModelForCausalLM
 
 from common import models
@@ -34,15 +34,9 @@ from common.data import IGNORED
 from conversations import Conversations, as_messages, encode, load_conversations, pack
 
 CHAPTER = "02-ddp"
+COLUMNS = ("question", "answer")
 DIFF = ROOT / CHAPTER / "diffs/instruct.diff"
-STEPS = 20
 CAPITALS = {"France": "Paris", "Japan": "Tokyo", "Peru": "Lima", "Kenya": "Nairobi"}
-
-
-def write_table(path: Path, rows: list[tuple[str, str]], head=("question", "answer")) -> Path:
-    with path.open("w", newline="") as file:
-        csv.writer(file).writerows([head, *rows])
-    return path
 
 
 def questions(count: int) -> list[tuple[str, str]]:
@@ -54,82 +48,62 @@ def questions(count: int) -> list[tuple[str, str]]:
 
 # --- the training ---
 
-# Each bug: (right, wrong) texts in the script.
+# Each bug: (right, wrong) texts in the patched script.
 LOSS = "ddp_model(**batch, num_items_in_batch=answer_tokens).loss * world_size"
 OF_MICRO_BATCH = ((LOSS, "ddp_model(**batch).loss / accumulation"),)
 DATA = "train_data, eval_data = load_conversations(args, tokenizer)\n"
 ALL_TOKENS = ((DATA, f"{DATA}    train_data.rows[:, 1] = train_data.rows[:, 0]\n"),)
-for bug in (OF_MICRO_BATCH, ALL_TOKENS):
+BUGS = {"mean of means": OF_MICRO_BATCH, "loss on questions": ALL_TOKENS}
+for bug in BUGS.values():
     register("02-ddp/diffs/instruct.diff", bug)
-LEARNT = ("-d", "capitals.csv", "--text-column", "country,capital", "-m", "gpt2-tiny")
-# By name, which begins with the number of ranks: the arguments, and the bug.
-RUNS = {
-    "1-b6": (("-b", 6), ()),
-    "1-all-tokens": (("-b", 6), ALL_TOKENS),
-    "1-learnt": ((*LEARNT, "--max-steps", 60), ()),
-    "2-b1": (("-b", 1), ()),
-    "2-of-micro-batch": (("-b", 3), OF_MICRO_BATCH),
-    "3-b1": (("-b", 1), ()),
-}
 
 
-class Runs:
-    """The runs of all tests, each done when it is asked for."""
+def make_ladder(folder: Path, columns: tuple[str, str], rows: list[tuple[str, str]]) -> Ladder:
+    """Return a ladder of the patched script, with these rows as the data."""
+    patch(CHAPTER, folder / "patched", diff=DIFF)
+    ladder = Ladder(folder, length=48, model="gpt2-narrow")
+    write_table(folder / "corpus.json", columns, rows)
+    return ladder
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
-        write_narrow(folder / "gpt2", "gpt2-tiny")
-        write_table(folder / "qa.csv", questions(900))
-        write_table(folder / "capitals.csv", 50 * [*CAPITALS.items()], ("country", "capital"))
 
-    def __getitem__(self, name: str) -> Path:
-        """Return the folder of a run."""
-        args, bug = RUNS[name]
-        if not (self.folder / name).exists():
-            script = patch(CHAPTER, self.folder / f"{name}-script", bug, DIFF)
-            local = ("gpt2", "qa.csv", "capitals.csv")
-            args = ["-m", "gpt2", "-d", "qa.csv", *args]
-            flags = [
-                *("--tokenizer-name", "gpt2-tiny", "-s", 48, "--global-batch-size", 6),
-                *("--max-steps", STEPS, "--log-freq", 1, "--eval-freq", STEPS),
-                *("--ckpt-freq", STEPS, "--warmup-steps", 5, "--lr", 1e-2),
-                *("--save-dir", self.folder, "-e", name),
-                *(self.folder / arg if arg in local else arg for arg in args),
-            ]
-            assert not any(Ranks(int(name[0]), flags, chapter=str(script)).finish())
-        return self.folder / name
+def write_table(path: Path, columns: tuple[str, str], rows: list[tuple[str, str]]) -> Path:
+    path.write_text(json.dumps([dict(zip(columns, row, strict=True)) for row in rows]))
+    return path
 
-    def numbers(self, name: str, *keys: str) -> list[float]:
-        """Return these numbers of all steps that have them."""
-        return [line[key] for line in read_metrics(self[name]) for key in keys if key in line]
+
+def train(ladder: Ladder, world_size: int, *args: object, replaced: tuple = ()) -> str:
+    """Return the name of a run of the patched script."""
+    script = ladder.folder / "patched" / CHAPTER
+    return ladder.run(Run(str(script), world_size, args, replaced))
 
 
 @pytest.fixture(scope="module")
-def runs(make_folder) -> Runs:
-    return Runs(make_folder("runs"))
+def ladder(make_folder) -> Ladder:
+    return make_ladder(make_folder("ladder"), COLUMNS, questions(900))
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("other", first_then_nightly(["2-b1", "3-b1"]))
-def test_the_same_losses_for_all_ranks_and_micro_batches(runs, other):
-    losses = runs.numbers("1-b6", "loss")
-    assert len(losses) == STEPS and losses[-1] < losses[0] / 1.5, "it learns, so weights matter"
-    # A norm in a steep part of the training is less exact than a loss.
-    for key, rel in (("loss", 1e-5), ("grad_norm", 1e-3), ("eval_loss", 1e-3)):
-        expected = runs.numbers("1-b6", key)
-        assert expected and runs.numbers(other, key) == pytest.approx(expected, rel=rel), key
+@pytest.mark.parametrize("world_size", first_then_nightly([2, 3]))
+def test_the_same_losses_for_all_ranks_and_micro_batches(ladder, world_size):
+    expected = ladder.metrics(train(ladder, 1, "-b", 24))
+    assert expected[-1]["loss"] < expected[0]["loss"] - 1, "it learns, so weights matter"
+    assert_same_losses(expected, ladder.metrics(train(ladder, world_size, "-b", 1)))
 
 
-@pytest.mark.parametrize("bug", ["2-of-micro-batch", "1-all-tokens"])
-def test_planted_mean_of_means_or_loss_on_questions(runs, bug):
-    keys = ("loss", "grad_norm")
-    assert runs.numbers(bug, *keys) != pytest.approx(runs.numbers("1-b6", *keys), rel=1e-3)
+@pytest.mark.parametrize("bug", BUGS)
+def test_planted_mean_of_means_or_loss_on_questions(ladder, bug):
+    expected = ladder.metrics(train(ladder, 1, "-b", 24))
+    found = ladder.metrics(train(ladder, 2, "-b", 6, replaced=BUGS[bug]))
+    with pytest.raises(AssertionError, match="the loss differ"):
+        assert_same_losses(expected, found)
 
 
 @pytest.mark.nightly
-def test_model_answers_also_after_an_export(runs, tmp_path):
+def test_model_answers_also_after_an_export(tmp_path):
     """Planted: a prompt that does not go through the chat template."""
-    run = runs["1-learnt"]
+    ladder = make_ladder(tmp_path, ("country", "capital"), 50 * [*CAPITALS.items()])
+    args = ("-m", "gpt2-tiny", "--text-column", "country,capital", "--global-batch-size", 6)
+    run = tmp_path / train(ladder, 1, *args, "--max-steps", 60, "--warmup-steps", 5, "--lr", 1e-2)
     done = run_script("04-fsdp/export.py", run, tmp_path / "model")
     assert done.returncode == 0, done.stderr
     greedy = ("--temperature", 0, "--max-new-tokens", 8, "-p")
@@ -242,7 +216,7 @@ def load(name: str, tokenizer: object) -> tuple[Conversations, Conversations]:
 
 @pytest.mark.check
 def test_messages_are_the_same_as_questions_and_answers(tokenizer, tmp_path):
-    table = write_table(tmp_path / "qa.csv", questions(90))
+    table = write_table(tmp_path / "qa.json", COLUMNS, questions(90))
     messages = [json.dumps({"messages": as_messages(*pair)}) for pair in questions(90)]
     (tmp_path / "messages.jsonl").write_text("\n".join(messages))
     parts = zip(load(table, tokenizer), load(tmp_path / "messages.jsonl", tokenizer), strict=True)
