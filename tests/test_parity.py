@@ -114,8 +114,6 @@ BUGS = {
         "loss",
         [("loss = ddp_model(**batch)", "loss = model(**batch)")],
     ),
-    "gradients never averaged": ("loss", [("micro_batch == accumulation - 1", "False")]),
-    "loss not divided": ("loss", [(".loss / accumulation", ".loss")]),
     "no set_epoch": (
         "samples",
         [("sampler.set_epoch(epoch, start=epoch_step * micro_batch_size * accumulation)", "pass")],
@@ -136,10 +134,6 @@ BUGS = {
         [("running_loss /= world_size", "pass"), ("dist.all_reduce(running_loss)", "pass")],
     ),
     "evaluation of one rank": ("eval_loss", [("dist.all_reduce(total)", "pass")]),
-    "every rank evaluates the same": (
-        "eval_loss",
-        [("range(rank, len(eval_data), world_size)", "range(6)")],
-    ),
 }
 for _, replaced in BUGS.values():
     register("02-ddp", replaced)
@@ -200,20 +194,14 @@ STEEP_RUNS = [
     Run(chapter, world_size, (*STEEP, *float32(chapter)))
     for chapter, world_size in product(("04-fsdp", "02-ddp", "05-mixed-precision"), (2, 1, 3, 4))
 ]
-PYTORCHS_NORM = [
+PYTORCHS_NORM = (
     ("from common.gradients import clip_grad_norm\n", "from torch import nn\n"),
     (
         "clip_grad_norm(model, args.max_grad_norm)",
         "nn.utils.clip_grad_norm_(model.parameters(), args.max_grad_norm).full_tensor()",
     ),
-]
-OWN_SAMPLE = [("sample(args.eval_sequences)", "sample(args.eval_sequences + rank)")]
+)
 register("04-fsdp", PYTORCHS_NORM)
-register("02-ddp", OWN_SAMPLE)
-STEEP_BUGS = [
-    ("the first norm", Run("04-fsdp", 4, STEEP, tuple(PYTORCHS_NORM))),
-    ("the evaluations", Run("02-ddp", 2, STEEP, tuple(OWN_SAMPLE))),
-]
 
 
 @pytest.fixture(scope="module")
@@ -235,9 +223,8 @@ def assert_same_steep(steep: Ladder, run: Run) -> None:
     assert losses[0] > 8 and losses[-1] < 2.5
     assert sum(line["grad_norm"] > 1 for line in right) > 5  # these steps are clipped
     assert found[0]["grad_norm"] == pytest.approx(right[0]["grad_norm"], rel=1e-6), "the first norm"
-    evaluated = pytest.approx(right[-1]["eval_loss"], rel=1e-5)
-    assert found[-1]["eval_loss"] == evaluated, "the evaluations"
-    assert [line["loss"] for line in found] == pytest.approx(losses, rel=1e-5), "the losses"
+    assert found[-1]["eval_loss"] == pytest.approx(right[-1]["eval_loss"], rel=1e-5)
+    assert [line["loss"] for line in found] == pytest.approx(losses, rel=1e-5)
 
 
 @pytest.mark.ci
@@ -248,7 +235,7 @@ def test_same_training_where_the_loss_falls_steeply(steep, run):
     assert_same_steep(steep, run)
 
 
-@pytest.mark.parametrize(("complaint", "run"), STEEP_BUGS, ids=["PyTorch's norm", "own sample"])
-def test_planted_bug_drives_the_losses_of_a_steep_run_apart(steep, complaint, run):
-    with pytest.raises(AssertionError, match=complaint):
+@pytest.mark.parametrize("run", [Run("04-fsdp", 4, STEEP, PYTORCHS_NORM)], ids=[""])
+def test_planted_norm_of_pytorch_is_noticed_in_a_steep_run(steep, run):
+    with pytest.raises(AssertionError, match="the first norm"):
         assert_same_steep(steep, run)
