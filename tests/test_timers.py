@@ -5,14 +5,13 @@ import os
 import re
 import socket
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import ROOT, first_then_nightly, read_metrics
+from helpers import ROOT, read_metrics
 from runner import Ranks, load_script
-from transformers import AutoModelForCausalLM, GPT2LMHeadModel
+from transformers import AutoModelForCausalLM
 
 from common import models, timers
 from common.data import Sequences
@@ -45,11 +44,7 @@ def test_phases_add_up(monkeypatch):
     assert times["tokens_per_s_per_device"] == times["tokens_per_s"] / 2
     assert times["peak_mem_gib"] > 0.01
     assert times["mfu"] == pytest.approx(times["tokens_per_s"] / 2 * 1e6 / 1e12)
-    start = time.perf_counter()
-    with clock("update"):
-        pass
-    elapsed_ms = (time.perf_counter() - start) * 1000
-    assert clock.read(1, 1, 1, 1.0)["time/update"] <= elapsed_ms, "it starts anew"
+    assert "time/update" not in clock.read(1, 1, 1, 1.0), "it starts anew"
 
 
 def test_flops_per_token():
@@ -70,8 +65,6 @@ def test_peak_rates(monkeypatch):
     for name, expected in (
         ("NVIDIA H100 80GB HBM3", 989e12),
         ("NVIDIA H200 NVL", 835e12),
-        ("NVIDIA GeForce RTX 4090", 165e12),
-        ("NVIDIA GeForce RTX 4090 Laptop GPU", None),
         ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
         ("Some other device", None),
     ):
@@ -135,35 +128,20 @@ LATE_MS = 1200  # how late a rank is in each step, in 3 micro-batches
 WORDS = ("-s", 32, "--global-batch-size", 12, "-b", 2, "--max-steps", 6, "--log-freq", 3)
 
 
-def be_late() -> None:
-    if os.environ["RANK"] == os.environ["LATE_RANK"]:
-        time.sleep(LATE_MS / 3 / 1000)
-
-
-def make_forward_late() -> None:
-    forward = GPT2LMHeadModel.forward
-
-    def late_forward(self, *args: object, **options: object):
-        if self.training:
-            be_late()
-        return forward(self, *args, **options)
-
-    GPT2LMHeadModel.forward = late_forward
-
-
 def make_data_late() -> None:
     load = Sequences.__getitems__
 
     def late(self, indices: list[int]):
-        if torch.is_grad_enabled():  # not in the evaluation
-            be_late()  # once for each micro-batch
+        is_training = torch.is_grad_enabled()
+        if is_training and os.environ["RANK"] == os.environ["LATE_RANK"]:
+            time.sleep(LATE_MS / 3 / 1000)  # once for each micro-batch
         return load(self, indices)
 
     Sequences.__getitems__ = late
 
 
 def run_late(
-    rank: int, late: Callable, chapter: str, corpus: Path, folder: Path, *args: object
+    rank: int, chapter: str, corpus: Path, folder: Path, *args: object
 ) -> tuple[dict, str, str]:
     """Trace steps 3 to 5; return the metrics of steps 4 to 6, and what rank 0 logged and printed.
 
@@ -172,7 +150,7 @@ def run_late(
     out, err = ([str(folder / f"{name}-{n}") for n in range(2)] for name in ("out", "err"))
     words = ["--skip-steps", 2, "--output", folder, ROOT / chapter / "train_llm.py", "-d", corpus]
     words += [*WORDS, "--save-dir", folder, "-e", "run", *args]
-    options = {"script": str(SCRIPT), "plant": late, "env": {"LATE_RANK": rank}}
+    options = {"script": str(SCRIPT), "plant": make_data_late, "env": {"LATE_RANK": rank}}
     assert Ranks(2, words, stdout_file=out, stderr_file=err, **options).finish() == [0, 0]
     return read_metrics(folder / "run")[-1], Path(err[0]).read_text(), Path(out[0]).read_text()
 
@@ -196,10 +174,9 @@ def assert_traced(printed: str, folder: Path) -> None:
         assert [names.count(phase) for phase in ("forward", "backward", "update")] == [9, 9, 3]
 
 
-@pytest.mark.parametrize("late", first_then_nightly([make_data_late, make_forward_late]))
-def test_a_late_rank_is_named(late, corpus, tmp_path):
+def test_a_late_rank_is_named(corpus, tmp_path):
     """In the metrics and the log, and by trace_ranks.py."""
-    metrics, said, printed = run_late(1, late, "03-multi-node", corpus, tmp_path)
+    metrics, said, printed = run_late(1, "03-multi-node", corpus, tmp_path)
     assert "2 sequences x world size 2 x accumulation 3" in said
     wait, host = metrics["time/wait_max"], socket.gethostname()
     assert wait > LATE_MS / 2
@@ -211,7 +188,7 @@ def test_a_late_rank_is_named(late, corpus, tmp_path):
 
 @pytest.mark.nightly
 def test_traces_of_chapter_4(corpus, tmp_path):
-    _, _, printed = run_late(1, make_forward_late, "04-fsdp", corpus, tmp_path)
+    _, _, printed = run_late(1, "04-fsdp", corpus, tmp_path)
     assert_traced(printed, tmp_path)
     # All layers are gathered for each of 9 micro-batches.
     assert (tmp_path / "rank0.json").read_text().count('"gloo:all_gather"') > 18
@@ -221,7 +198,7 @@ def test_traces_of_chapter_4(corpus, tmp_path):
 def test_a_late_rank_0_is_named(corpus, tmp_path):
     """Llama has buffers. DDP would wait for those of rank 0 at the start of the forward pass."""
     args = ("-m", "llama-tiny", "-b", 6)
-    metrics, _, _ = run_late(0, make_data_late, "03-multi-node", corpus, tmp_path, *args)
+    metrics, _, _ = run_late(0, "03-multi-node", corpus, tmp_path, *args)
     assert metrics["time/wait_max"] > LATE_MS / 3 / 2, "the wait is not seen"
     assert metrics["slowest_rank"] == 0
     assert metrics["time/total"] > metrics["time/data"] >= LATE_MS / 3
