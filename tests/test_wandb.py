@@ -57,6 +57,7 @@ def test_a_run_and_its_continuation(started, train, corpus, tmp_path):
         assert [line["loss"] for line in run.logged] == [line["loss"] for line in expected]
     options, resumed = (run.options for run in started)
     assert options["id"] == resumed["id"] and resumed["resume"] == "allow"
+    assert (options["name"], options["project"]) == ("run", "one-diff-at-a-time")
     assert options["config"]["seq_length"] == 32 and options["config"]["model_name"] == "gpt2-tiny"
     assert options["config"]["lr"] == 1 / 128, "the value that the argument led to"
     names = {"loss", "eval_loss", "perplexity", "time/forward", "tokens_per_s"}
