@@ -4,6 +4,7 @@ Unless Horovod is installed, it is built here with the commands of the page.
 """
 
 import importlib.util
+import itertools
 import subprocess
 from pathlib import Path
 
@@ -44,8 +45,7 @@ def with_horovod(make_folder) -> dict[str, str]:
     env = environment(PIP_TARGET=built, PIP_UPGRADE=1, PYTHONPATH=built)
     env["PATH"] = f"{built / 'bin'}:{env['PATH']}"
     page = [line for needs, line in commands(PAGE.read_text()) if needs == {"horovod"}]
-    first = next(n for n, line in enumerate(page) if line.startswith("git apply"))
-    for command in page[:first]:
+    for command in itertools.takewhile(lambda line: not line.startswith("git apply"), page):
         done = subprocess.run(
             ["bash", "-c", command], cwd=folder, env=env, capture_output=True, text=True
         )
@@ -72,8 +72,11 @@ def few(folder: Path, name: str) -> list[object]:
     return [*words, "--lr", 1e-3, "--save-dir", folder, "-e", name]
 
 
-def horovodrun(env: dict[str, str], script: Path, *args: object) -> subprocess.CompletedProcess:
-    words = ["horovodrun", "-np", 2, "--gloo", "python", script, *args]
+def horovodrun(
+    env: dict[str, str], folder: Path, script: Path, name: str, *args: object
+) -> subprocess.CompletedProcess:
+    """Start a run with this name; folder: that of the corpus and the runs."""
+    words = ["horovodrun", "-np", 2, "--gloo", "python", script, *few(folder, name), *args]
     return subprocess.run(
         [str(word) for word in words], cwd=ROOT, env=env, capture_output=True, text=True
     )
@@ -85,21 +88,21 @@ def assert_close(folder: Path, name: str, rel: float, key: str = "loss") -> None
 
 
 def test_losses_are_those_of_chapter_2(with_horovod, folder):
+    """Also of a run that goes on with a checkpoint of chapter 2; --zero1 is refused."""
     script = patch(CHAPTER, folder / "plain", diff=DIFF) / "train_llm.py"
-    done = horovodrun(with_horovod, script, *few(folder, "horovod"))
-    assert done.returncode == 0, done.stderr
-    assert_close(folder, "horovod", 1e-6)
-    assert_close(folder, "horovod", 1e-5, "grad_norm")
-    # It goes on with a checkpoint of chapter 2.
     hand_over(folder / "ddp", folder / "resumed", MIDDLE)
-    done = horovodrun(with_horovod, script, *few(folder, "resumed"))
-    assert done.returncode == 0, done.stderr
-    assert_close(folder, "resumed", 1e-6)
+    for name in ("horovod", "resumed"):
+        done = horovodrun(with_horovod, folder, script, name)
+        assert done.returncode == 0, done.stderr
+        assert_close(folder, name, 1e-6)
+        assert_close(folder, name, 1e-5, "grad_norm")
+    done = horovodrun(with_horovod, folder, script, "zero", "--zero1")
+    assert done.returncode and "leave out --zero1" in done.stderr + done.stdout
 
 
 def test_planted_sum_changes_the_gradients(with_horovod, folder):
     script = patch(CHAPTER, folder / "sum", (SUM,), DIFF) / "train_llm.py"
-    assert horovodrun(with_horovod, script, *few(folder, "sum")).returncode == 0
+    assert horovodrun(with_horovod, folder, script, "sum").returncode == 0
     with pytest.raises(AssertionError):
         assert_close(folder, "sum", 1e-1, "grad_norm")
 
@@ -108,14 +111,8 @@ def test_bfloat16_with_autocast(with_horovod, folder):
     """Both diffs, as the page says."""
     copy = patch(CHAPTER, folder / "both")
     assert apply(DIFF, copy.parent, "-C0").returncode == 0
-    done = horovodrun(with_horovod, copy / "train_llm.py", *few(folder, "bf16"))
+    done = horovodrun(with_horovod, folder, copy / "train_llm.py", "bf16")
     assert done.returncode == 0, done.stderr
     assert_close(folder, "bf16", 1e-3)
     with pytest.raises(AssertionError):
         assert_close(folder, "bf16", 1e-7)
-
-
-def test_zero_is_refused(with_horovod, folder):
-    script = patch(CHAPTER, folder / "zero", diff=DIFF) / "train_llm.py"
-    done = horovodrun(with_horovod, script, *few(folder, "zero"), "--zero1")
-    assert done.returncode and "leave out --zero1" in done.stderr + done.stdout
