@@ -24,7 +24,7 @@ from runner import after_steps
 from common import launch
 
 FIRST, _, LAST = CHAPTERS[2:]
-TERM, USR1, HUP = int(signal.SIGTERM), int(signal.SIGUSR1), int(signal.SIGHUP)
+TERM, USR1 = int(signal.SIGTERM), int(signal.SIGUSR1)
 # Ranks agree on a stop at steps that are logged. At these, no other checkpoint is due.
 LOG_EVERY, SAVE_EVERY = 7, 28
 SIGNAL_AFTER = 3  # steps of each process: in the middle between two log lines
@@ -79,8 +79,10 @@ TWICE = (([TERM, TERM], []), ([], [USR1]))
 STOPPED = [
     (FIRST, TWICE, ()),
     pytest.param(LAST, TWICE[1:], (), marks=pytest.mark.ci),
-    pytest.param(CHAPTERS[3], (*TWICE, ([TERM], [TERM])), (), marks=pytest.mark.nightly),
-    pytest.param(CHAPTERS[3], TWICE[1:], ("--async-checkpoint",), marks=pytest.mark.nightly),
+    pytest.param(
+        *(CHAPTERS[3], (*TWICE, ([TERM], [TERM])), ("--async-checkpoint",)),
+        marks=pytest.mark.nightly,
+    ),
 ]
 
 
@@ -104,42 +106,22 @@ def test_stopped_and_stopped_again(runs, straight, chapter, stops, args):
     assert not (runs.folder / name / "requeue").exists()
 
 
-@pytest.mark.ci
-def test_a_hang_up_is_a_signal_to_stop_unless_it_is_ignored(runs, straight):
-    """As by nohup, which the run inherits."""
-    handle, ignore = (
-        functools.partial(signal.signal, HUP, handler)
-        for handler in (signal.SIG_DFL, signal.SIG_IGN)
-    )
-    statuses = runs.stop("hung-up", FIRST, signals=([], [HUP]), plant=handle)
-    runs.assert_stopped("hung-up", statuses, LOG_EVERY)
-    assert runs.stop("hung-up", FIRST, signals=([HUP], [HUP]), plant=ignore) == [0, 0]
-    runs.assert_same(straight(FIRST), "hung-up")
-
-
 def replace_the_handler() -> None:
     """Do what Triton's compiler (LLVM) does in a run's first step: SIGUSR1 has no effect then."""
     after_steps(1, lambda: ctypes.CDLL(None).signal(USR1, ctypes.c_void_p(int(signal.SIG_IGN))))
 
 
-LOST = [("launch.restore_stop_handlers()", "pass")]
-register(FIRST, LOST)
-
-
-def stop_after_the_compiler(runs: StoppedRuns, name: str, chapter: str | Path) -> None:
-    signals = [(LOG_EVERY + 1, [USR1]), None]
-    options = {"signals_after_steps": signals, "plant": replace_the_handler}
-    statuses = runs.stop(name, chapter, **options)
-    runs.assert_stopped(name, statuses, 2 * LOG_EVERY)
+# Two ways to stop a run: rank 0 after its compiler, or rank 1 alone.
+AFTER_THE_COMPILER = {
+    "signals_after_steps": [(LOG_EVERY + 1, [USR1]), None],
+    "plant": replace_the_handler,
+}
+RANK_1_ALONE = {"signals": ([], [TERM]), "plant": speak_at_once}
 
 
 def test_a_handler_that_a_compiler_has_replaced_is_set_again(runs):
-    stop_after_the_compiler(runs, "restored", FIRST)
-
-
-def test_planted_handler_that_stays_replaced(runs, tmp_path):
-    with pytest.raises(AssertionError, match=r"^the statuses are"):
-        stop_after_the_compiler(runs, "lost", plant(FIRST, tmp_path / "chapter", LOST))
+    statuses = runs.stop("restored", FIRST, **AFTER_THE_COMPILER)
+    runs.assert_stopped("restored", statuses, 2 * LOG_EVERY)
 
 
 # What is replaced in the script, and the check that must be red.
@@ -148,6 +130,7 @@ BUGS = {
     "no save": (" or last or stop:", " or last:", "the checkpoint is of step 0"),
     "each rank leaves by itself": ("stop_signals.append(received)", "sys.exit(75)", "the statuses"),
     "no file": ("= launch.ask_for_requeue(", "= (lambda *_: 75)(", "the file is missing"),
+    "handler lost": ("launch.restore_stop_handlers()", "pass", "the statuses are"),
 }
 for right, wrong, _ in BUGS.values():
     register(FIRST, [(right, wrong)])
@@ -158,7 +141,7 @@ def test_planted_bug_is_noticed(runs, tmp_path, bug):
     right, wrong, red = BUGS[bug]
     chapter = plant(FIRST, tmp_path / "chapter", [(right, wrong)])
     name = bug.replace(" ", "-")
-    options = {"signals": ([], [TERM]), "plant": speak_at_once}
+    options = AFTER_THE_COMPILER if bug == "handler lost" else RANK_1_ALONE
     statuses = runs.stop(name, chapter, "--dist-timeout", 3, **options)
     with pytest.raises(AssertionError, match=f"^{red}"):
         runs.assert_stopped(name, statuses, LOG_EVERY)
