@@ -72,26 +72,20 @@ def test_slow_rank(tmp_path):
     assert slowest[1] > slowest[0]
 
 
-def samples(said: list[str]) -> list[tuple[str, str, str]]:
-    """Return for both epochs (samples taken, samples of an epoch, the first ones)."""
-    found = re.findall(r"epoch \d: (\d+) of (\d+) samples, (\[.*\])", said[0])
-    assert len(found) == 2
-    return found
-
-
 @pytest.mark.nightly
-def test_seed(tmp_path):
-    statuses, said = run(tmp_path, "seed")
-    first, second = samples(said)
-    assert statuses == [0, 0] and int(first[0]) < int(first[1]) and int(second[0]) < int(first[1])
-    assert first[2] != second[2], "with set_epoch, each epoch has another order"
-
-
-@pytest.mark.nightly
-def test_set_epoch(tmp_path):
-    statuses, said = run(tmp_path, "set-epoch")
-    first, second = samples(said)
-    assert statuses == [0, 0] and first == second and first[0] == first[1]
+@pytest.mark.parametrize(
+    ("name", "all_taken", "same_order"),
+    [
+        ("seed", False, False),
+        ("set-epoch", True, True),
+    ],
+)
+def test_samples_of_two_epochs(tmp_path, name, all_taken, same_order):
+    statuses, said = run(tmp_path, name)
+    epochs = re.findall(r"epoch \d: (\d+) of (\d+) samples, (\[.*\])", said[0])
+    assert statuses == [0, 0] and len(epochs) == 2
+    assert [taken == of for taken, of, _ in epochs] == [all_taken] * 2
+    assert (epochs[0][2] == epochs[1][2]) == same_order
 
 
 @pytest.mark.nightly
