@@ -4,6 +4,7 @@ The nodes are those of the chapter's local_cluster.sh: a real Slurm, a real netw
 What each process trains on is noted by tests/hooks/sitecustomize.py.
 """
 
+import contextlib
 import json
 import os
 import re
@@ -16,6 +17,7 @@ import time
 from collections import defaultdict
 from pathlib import Path
 
+import psutil
 import pytest
 from cluster import PATIENCE_S, Cluster, give_up
 from helpers import EXACT, ROOT, commands, read_metrics
@@ -73,12 +75,13 @@ class Lab:
             timeout=PATIENCE_S,
         ).split()[0]
 
-    def ends(self, job: str) -> str:
-        """Wait until a job, with all of its starts, has ended; return its state."""
+    def ends(self, job: str) -> tuple[str, int]:
+        """Wait until a job has ended for good; return its state and how often it was requeued."""
         queued = ("squeue", "--noheader", "--states=all", "--format=%T", f"--jobs={job}")
         ended = ("COMPLETED", "FAILED", "CANCELLED", "TIMEOUT", "NODE_FAIL")
         Cluster.until(lambda: self.cluster.shell(*queued) in ended)
-        return self.cluster.job(job)["JobState"]
+        facts = self.cluster.job(job)
+        return facts["JobState"], int(facts["Restarts"])
 
     def wait_until_idle(self) -> None:
         Cluster.until(lambda: {self.cluster.node_state(node) for node in NODES} == {"idle"})
@@ -126,13 +129,11 @@ class Lab:
     def processes(self, node: str, words: str) -> list[int]:
         """Return the processes on a node whose command line holds these words."""
         found = []
-        for pid in self.pids(node):
-            try:
-                line = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
-            except OSError:
-                continue
-            if words in line and "python" in line.split()[0]:
-                found.append(int(pid))
+        for pid in map(int, self.pids(node)):
+            with contextlib.suppress(psutil.Error):  # it has ended
+                program, *others = psutil.Process(pid).cmdline() or [""]
+                if "python" in program and words in " ".join(others):
+                    found.append(pid)
         return sorted(found)
 
     def workers(self, node: str) -> list[int]:
@@ -205,23 +206,18 @@ def assert_two_by_two(lab: Lab, name: str) -> None:
     assert {line["slowest_rank"] for line in lab.metrics(name)} <= {0, 1, 2, 3}
 
 
-@pytest.mark.ci
-def test_same_losses_with_job_sbatch(lab):
-    """sbatch --wait, as a reader submits it; and what is left in the logs' folder."""
-    lab.submit(JOB, "job", options=("--wait",))
-    assert_two_by_two(lab, "job")
-    logs = sorted(lab.folder.glob("job/logs/*/*/attempt_0/*/stderr.log"))
-    assert [path.relative_to(lab.folder / "job/logs").parts[0] for path in logs] == [
-        *("node1", "node1", "node2", "node2")
-    ]
-    assert "[node1] [rank 0] step 24/24 | loss" in lab.log("job")
-
-
-@pytest.mark.nightly
-def test_same_losses_with_job_srun_sbatch(lab):
-    job = lab.submit("03-multi-node/job_srun.sbatch", "srun")
-    assert lab.ends(job) == "COMPLETED", lab.log("srun")
-    assert_two_by_two(lab, "srun")
+@pytest.mark.parametrize(
+    "job",
+    [
+        pytest.param(JOB, marks=pytest.mark.ci),
+        pytest.param("03-multi-node/job_srun.sbatch", marks=pytest.mark.nightly),
+    ],
+)
+def test_same_losses_with_a_job_file(lab, job):
+    """sbatch --wait, as a reader submits it."""
+    name = Path(job).stem
+    lab.submit(job, name, options=("--wait",))
+    assert_two_by_two(lab, name)
 
 
 @pytest.mark.nightly
@@ -288,14 +284,10 @@ def submit_slow(lab: Lab, name: str, *args: object, options: tuple = ()) -> str:
     return number
 
 
-def restarts(lab: Lab, job: str) -> int:
-    return int(lab.cluster.job(job)["Restarts"])
-
-
 def preemption(lab: Lab, number: str) -> None:
     """A job of the partition `urgent` needs both nodes: the run saves and makes room."""
     options = ("--partition=urgent", "--nodes=2", "--exclusive", "--output=/dev/null")
-    assert lab.ends(lab.cluster.sbatch(*options, "--wrap=sleep 1")) == "COMPLETED"
+    assert lab.ends(lab.cluster.sbatch(*options, "--wrap=sleep 1")) == ("COMPLETED", 0)
 
 
 def kill_9_of_a_worker(lab: Lab, number: str) -> None:
@@ -356,10 +348,11 @@ def test_all_that_a_job_survives(lab):
             assert resumed() == before, lab.log("survives")
         else:
             Cluster.until(lambda n=before: resumed() > n)
-    assert lab.ends(number) == "COMPLETED", lab.log("survives")
-    assert restarts(lab, number) == [who for _, _, who in hits].count(QUEUE)
-    assert lab.stops("survives")
+    requeued = [who for _, _, who in hits].count(QUEUE)
+    assert lab.ends(number) == ("COMPLETED", requeued), lab.log("survives")
+    assert lab.stops("survives") and "[node1] [rank 0] step 1/24 | loss" in lab.log("survives")
     assert not (lab.folder / "survives/requeue").exists()
+    assert {path.name for path in (lab.folder / "survives/logs").iterdir()} == set(NODES)
     lab.assert_same("survives", exact=True)
 
 
@@ -373,8 +366,7 @@ def test_cable_of_rank_0_pulled(lab):
     lab.wait_for_step("cable", 10)
     lab.cluster.cut("node1")
     try:
-        assert lab.ends(number) == "COMPLETED", lab.log("cable")
-        assert restarts(lab, number) == 1
+        assert lab.ends(number) == ("COMPLETED", 1), lab.log("cable")
         assert "8 sequences x world size 1 x accumulation 3" in lab.log("cable")
         lab.assert_same("cable")
     finally:
@@ -385,8 +377,7 @@ def test_cable_of_rank_0_pulled(lab):
 @pytest.mark.nightly
 def test_bad_input_is_not_requeued(lab):
     number = lab.submit(JOB, "bad", "--global-batch-size", 7, MAX_RESTARTS=0)
-    assert lab.ends(number) == "FAILED"
-    assert restarts(lab, number) == 0
+    assert lab.ends(number) == ("FAILED", 0)
     assert "--global-batch-size 7 must be a multiple of 4 " in lab.log("bad")
 
 
@@ -425,38 +416,30 @@ COMMENT = "our own words, first try"
 RESULTS = ("tokenizer", "evaluation.json", "model", "samples.jsonl")
 
 
-def submit_pipeline(lab: Lab, **env: object) -> str:
-    own = {"VOCAB_SIZE": 300, "PROMPT": "Text number 7", "NPROC_PER_NODE": 1, **env}
-    own["DATA"] = lab.folder / "corpus.json"
-    return lab.submit(PIPELINE, "whole", options=("--comment", COMMENT), data=(), **own)
-
-
 @pytest.mark.nightly
 def test_pipeline_from_text_to_a_sample(lab):
-    """Stopped in its training it goes on. Once more: what is done stays done.
-
-    Each start adds its comment.
-    """
-    job = submit_pipeline(lab, PAUSE=0.3)
+    """Stopped in its training it goes on. Once more: what is done stays done."""
+    env = {"VOCAB_SIZE": 300, "PROMPT": "Text number 7", "NPROC_PER_NODE": 1}
+    env["DATA"] = lab.folder / "corpus.json"
+    options = {"options": ("--comment", COMMENT), "data": ()}
+    job = lab.submit(PIPELINE, "whole", **options, **env, PAUSE=0.3)
     lab.wait_for_step("whole", 6)
     lab.cluster.shell("scancel", "--signal=USR1", job)  # as Slurm before the end of its time
-    assert lab.ends(job) == "COMPLETED", lab.log("whole")
-    assert restarts(lab, job) == 1
+    assert lab.ends(job) == ("COMPLETED", 1), lab.log("whole")
     run = lab.folder / "whole"
     assert [line["step"] for line in lab.metrics("whole")] == list(range(1, STEPS + 1))
-    tokenizer = AutoTokenizer.from_pretrained(run / "tokenizer")
-    assert len(tokenizer) == 300
-    assert AutoTokenizer.from_pretrained(run / "model").get_vocab() == tokenizer.get_vocab()
+    assert len(AutoTokenizer.from_pretrained(run / "tokenizer")) == 300
+    assert len(AutoTokenizer.from_pretrained(run / "model")) == 300
     found = json.loads((run / "evaluation.json").read_text())
     assert found["origin"].startswith("step 24 of ")
     assert found["loss"] == pytest.approx(lab.metrics("whole")[-1]["eval_loss"], rel=1e-5)
     (sample,) = map(json.loads, (run / "samples.jsonl").read_text().splitlines())
     assert sample["prompt"] == "Text number 7" and sample["text"]
-    line, _ = (run / "comments.txt").read_text().splitlines()
-    assert f" job {job}: {COMMENT} (-e whole " in line
+    comments = (run / "comments.txt").read_text().splitlines()
+    assert len(comments) == 2 and f" job {job}: {COMMENT} (-e whole " in comments[0]
     before = {name: (run / name).stat().st_mtime_ns for name in RESULTS}
     (run / "samples.jsonl").unlink()
-    job = submit_pipeline(lab)
-    assert lab.ends(job) == "COMPLETED", lab.log("whole")
+    job = lab.submit(PIPELINE, "whole", **options, **env)
+    assert lab.ends(job) == ("COMPLETED", 0), lab.log("whole")
     after = {name: (run / name).stat().st_mtime_ns for name in RESULTS}
     assert {name for name in RESULTS if before[name] != after[name]} == {"samples.jsonl"}
