@@ -31,16 +31,13 @@ def path_of(source: str) -> str:
     return source if "/" in source else f"{RESULTS}/{source}.json"
 
 
-def read(source: str, key: str = "results") -> object:
-    """Return the results of a result file, the lines of a metrics file, the text of another.
-
-    key: what to return of a JSON file.
-    """
+def read(source: str) -> object:
+    """Return the results of a result file, the lines of a metrics file, the text of another."""
     path = REPOSITORY / path_of(source)
     text = path.read_text()
     if path.suffix == ".jsonl":
         return [json.loads(line) for line in text.splitlines()]
-    return json.loads(text)[key] if path.suffix == ".json" else text
+    return json.loads(text)["results"] if path.suffix == ".json" else text
 
 
 def measured_runs(row: dict) -> list[dict]:
@@ -64,28 +61,27 @@ class Table:
     name: str
     template: jinja2.Template
 
-    def made(self) -> tuple[list[str], list[str]]:
-        """Return the table's lines, and the paths of the files that it is made from."""
-        paths = []
-
-        def noted(source: str, *key: str) -> object:
-            paths.append(path_of(source))
-            return read(source, *key)
-
-        lines = self.template.render(name=self.name, read=noted).strip().splitlines()
-        return lines, sorted({*paths})
+    def made(self, read: Callable = read) -> str:
+        return self.template.render(name=self.name, read=read).strip()
 
     @property
     def sources(self) -> list[str]:
-        return self.made()[1]
+        """The paths of the files that the table is made from."""
+        sources = set()
+
+        def noted(source: str) -> object:
+            sources.add(path_of(source))
+            return read(source)
+
+        self.made(noted)
+        return sorted(sources)
 
 
 def fill(text: str) -> str:
     """Return a page's text with all of its tables made anew."""
 
     def write(match: re.Match) -> str:
-        lines, _ = TABLES[match[1]].made()
-        return "\n".join([f"<!-- table: {match[1]} -->", *lines, "<!-- end -->"])
+        return f"<!-- table: {match[1]} -->\n{TABLES[match[1]].made()}\n<!-- end -->"
 
     return re.sub(r"<!-- table: (\w+) -->\n.*?<!-- end -->", write, text, flags=re.DOTALL)
 
@@ -129,20 +125,16 @@ def script(chapter: str) -> Path:
 
 def diffstat(before: Path, after: Path) -> tuple[int, int]:
     """Return how many lines git counts as added and as removed."""
-    command = ["git", "diff", "--no-index", "--numstat", str(before), str(after)]
-    done = subprocess.run(command, capture_output=True, text=True)
-    added, removed = done.stdout.split()[:2]
-    return int(added), int(removed)
+    command = ["git", "diff", "--no-index", "--numstat", before, after]
+    counted = subprocess.run(command, capture_output=True, text=True).stdout.split()
+    return int(counted[0]), int(counted[1])
 
 
 def diffstat_of(diff: str) -> tuple[int, int]:
     """Return how many lines a .diff file adds and removes."""
-    lines = (REPOSITORY / diff).read_text().splitlines()
-    added, removed = (
-        sum(line.startswith(sign) and not line.startswith(3 * sign) for line in lines)
-        for sign in "+-"
-    )
-    return added, removed
+    text = (REPOSITORY / diff).read_text()
+    added, removed = (re.findall(line, text, re.M) for line in (r"^\+(?!\+\+)", "^-(?!--)"))
+    return len(added), len(removed)
 
 
 def losses(metrics: list[dict]) -> dict[int, float]:
