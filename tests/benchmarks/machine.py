@@ -1,5 +1,6 @@
-"""Where result files are, what they are named, and how they are written."""
+"""What the programs share: changed copies of chapters, how these start, and result files."""
 
+import argparse
 import datetime
 import importlib.metadata
 import json
@@ -7,13 +8,55 @@ import os
 import platform
 import re
 import shlex
+import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import torch
 
+REPOSITORY = Path(__file__).resolve().parents[2]
 RESULTS = Path(__file__).parent / "results"
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
+
+
+def output_parser(doc: str) -> argparse.ArgumentParser:
+    """Return a parser with the option of all programs that write a result file."""
+    parser = argparse.ArgumentParser(description=doc.splitlines()[0])
+    parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
+    return parser
+
+
+def copy_chapter(chapter: str | Path, folder: Path, *diffs: str) -> Path:
+    """Copy a chapter into a folder, and apply diffs of the repository; return the copy."""
+    source = REPOSITORY / chapter
+    copy = folder.resolve() / source.name
+    shutil.rmtree(copy, ignore_errors=True)
+    shutil.copytree(source, copy)
+    for diff in diffs:  # -C0: two diffs change neighbouring lines
+        subprocess.run(["git", "apply", "-C0", REPOSITORY / diff], cwd=folder, check=True)
+    return copy
+
+
+def replace_in(file: Path, right: str, wrong: str) -> None:
+    """Replace a text that stands in a file once."""
+    text = file.read_text()
+    assert text.count(right) == 1, (file, right)
+    file.write_text(text.replace(right, wrong))
+
+
+def environment(**more: object) -> dict[str, str]:
+    """Return the variables for a chapter's script, or for a copy of it elsewhere."""
+    path = os.pathsep.join(filter(None, [str(REPOSITORY), os.environ.get("PYTHONPATH")]))
+    ours = {"PYTHONPATH": path, "WANDB_MODE": "disabled", **more}
+    return {**os.environ, **{key: str(value) for key, value in ours.items()}}
+
+
+def read_metrics(run_dir: Path) -> list[dict]:
+    """Return what a run has logged so far, without a line that is being written."""
+    file = run_dir / "metrics.jsonl"
+    text = file.read_text() if file.exists() else ""
+    return [json.loads(line) for line in text.split("\n")[:-1]]
 
 
 def describe_machine() -> dict[str, object]:
@@ -53,11 +96,6 @@ def _first_line(*command: str) -> str | None:
     except (OSError, subprocess.CalledProcessError):
         return None
     return output.splitlines()[0].strip() if output.strip() else None
-
-
-def file_name(label: str) -> str:
-    """Return the name of a row's file or folder."""
-    return label.replace(" ", "-").replace(",", "")
 
 
 def write_result(path: Path, results: object) -> None:
