@@ -6,9 +6,6 @@ measures two processes with chapter 3's script, each in its own network namespac
 of limited speed. Linux only; needs iproute2. report.py uses the formula for the pages' tables.
 """
 
-import argparse
-import json
-import os
 import statistics
 import subprocess
 import sys
@@ -16,9 +13,7 @@ import tempfile
 from dataclasses import dataclass
 from pathlib import Path
 
-from machine import write_result
-
-REPOSITORY = Path(__file__).resolve().parents[2]
+from machine import REPOSITORY, environment, output_parser, read_metrics, write_result
 
 
 @dataclass
@@ -95,28 +90,23 @@ def train(folder: Path) -> dict[str, float]:
     for rank, name in enumerate(NAMES):
         place = {"RANK": rank, "LOCAL_RANK": 0, "WORLD_SIZE": 2, "LOCAL_WORLD_SIZE": 1}
         place |= {"MASTER_ADDR": ADDRESSES[0], "MASTER_PORT": 29511, "OMP_NUM_THREADS": 1}
-        place |= {"GLOO_SOCKET_IFNAME": "eth0", "WANDB_MODE": "disabled", "HF_HUB_OFFLINE": 1}
+        place |= {"GLOO_SOCKET_IFNAME": "eth0", "HF_HUB_OFFLINE": 1}
         words = [sys.executable, REPOSITORY / "03-multi-node/train_llm.py", *TRAINING.split()]
         words += ["--save-dir", folder, "-e", "run"]
-        environment = {**os.environ, **{key: str(value) for key, value in place.items()}}
         command = ["ip", "netns", "exec", name, *map(str, words)]
-        processes.append(subprocess.Popen(command, env=environment, stderr=subprocess.DEVNULL))
+        variables = environment(**place)
+        processes.append(subprocess.Popen(command, env=variables, stderr=subprocess.DEVNULL))
     assert [process.wait(1200) for process in processes] == [0, 0]
-    lines = (folder / "run/metrics.jsonl").read_text().splitlines()
-    lines = [json.loads(line) for line in lines][2:]
+    lines = read_metrics(folder / "run")[2:]
     keys = ("time/total", "time/forward", "time/backward")
     return {key: statistics.median(line[key] for line in lines) for key in keys}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--output", type=Path, required=True, help="JSON file to write")
-    parser.add_argument("--megabits", type=int, nargs="+", default=[50, 20, 10])
-    args = parser.parse_args()
-    rows = []
+    args, rows = output_parser(__doc__).parse_args(), []
     try:
         connect()
-        for megabits in (None, *args.megabits):
+        for megabits in (None, 50, 20, 10):
             limit(megabits)
             with tempfile.TemporaryDirectory() as folder:
                 rows.append({"megabits": megabits, **train(Path(folder))})
