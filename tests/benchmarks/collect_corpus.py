@@ -13,7 +13,6 @@ import collections
 import csv
 import fnmatch
 import gzip
-import hashlib
 import json
 import multiprocessing
 import random
@@ -22,13 +21,13 @@ import subprocess
 import sys
 import tempfile
 import zipfile
-from functools import partial
 from pathlib import Path
 
 from common import cli, launch
 from common.cli import RunError
 
 SOURCES = Path(__file__).with_name("corpus_sources.csv")
+LIMIT = 6 * 10**6  # bytes of text from one package
 SHORTEST, LONGEST = 500, 200_000  # characters of a document; longer ones are mostly tables
 # Tests repeat themselves; the others are copies, indexes and highlighted source.
 LEFT_OUT = re.compile(
@@ -53,19 +52,18 @@ def download(kind: str, name: str, folder: Path) -> Path:
     return archive
 
 
-def read_files(folder: Path, pattern: str, limit: int) -> list[str]:
+def read_files(folder: Path, pattern: str) -> list[str]:
     """Return the texts of the files whose paths match a pattern, up to twice the limit in all."""
-    paths = {str(path.relative_to(folder)): path for path in sorted(folder.rglob("*"))}
-    files = [
-        path
-        for name, path in paths.items()
-        if path.is_file() and not path.is_symlink()
-        if fnmatch.fnmatch(name, pattern) and not LEFT_OUT.search(f"/{name}")
-    ]
+    files = []
+    for path in sorted(folder.rglob("*")):
+        name = str(path.relative_to(folder))
+        wanted = fnmatch.fnmatch(name, pattern) and not LEFT_OUT.search(f"/{name}")
+        if wanted and path.is_file() and not path.is_symlink():
+            files.append(path)
     random.Random(0).shuffle(files)  # if there is too much, what is read comes from all folders
     texts, size = [], 0
     for path in files:
-        if size > 2 * limit:
+        if size > 2 * LIMIT:
             break
         content = path.read_bytes()
         if path.suffix == ".gz":
@@ -97,11 +95,11 @@ def drop_menus(texts: list[str]) -> list[str]:
     return [re.sub(r"\n{3,}", "\n\n", text).strip() + "\n" for text in texts]
 
 
-def collect(row: dict[str, str], limit: int) -> tuple[dict[str, str], list[str]]:
-    """Return a source, with the name of its archive, and documents of so many bytes."""
+def collect(row: dict[str, str]) -> tuple[dict[str, str], list[str]]:
+    """Return a source, with the name of its archive, and its documents."""
     with tempfile.TemporaryDirectory() as folder:
         archive = download(row["kind"], row["package"], Path(folder))
-        texts = read_files(Path(folder), row["files"], limit)
+        texts = read_files(Path(folder), row["files"])
     if row["kind"] == "debian":
         texts = drop_menus(texts)
     size, chosen = 0, []
@@ -109,45 +107,35 @@ def collect(row: dict[str, str], limit: int) -> tuple[dict[str, str], list[str]]
         # English and code are nearly all ASCII.
         n_bytes = len(text.encode())
         readable = SHORTEST <= len(text) <= LONGEST and n_bytes < 1.02 * len(text)
-        if readable and size + n_bytes <= limit:
+        if readable and size + n_bytes <= LIMIT:
             chosen.append(text)
             size += n_bytes
     return {**row, "archive": archive.name}, chosen
 
 
-def drop_seen(texts: list[str], seen: set[bytes]) -> list[str]:
-    """Return each text once, without those whose digests are in `seen`; add the new digests."""
-    new = {hashlib.sha256(text.encode()).digest(): text for text in texts}
-    new = {digest: text for digest, text in new.items() if digest not in seen}
-    seen |= new.keys()
-    return list(new.values())
-
-
 def main() -> None:
     parser = cli.ArgumentParser(description=__doc__.splitlines()[0])
-    add = parser.add_argument
-    add("folder", type=Path, help="new folder for train-*.jsonl and validation-*.jsonl")
-    add("--sources", type=Path, default=SOURCES, help="CSV file that names the packages")
-    add("--limit", default=6, type=cli.at_least(1), help="MB of text from one package")
-    args = parser.parse_args()
-    if args.folder.exists():
-        raise RunError(f"{args.folder} already exists: give another folder, or delete it.")
-    with args.sources.open() as file:
+    parser.add_argument("folder", type=Path, help="new, for train-*.jsonl and validation-*.jsonl")
+    folder = parser.parse_args().folder
+    if folder.exists():
+        raise RunError(f"{folder} already exists: give another folder, or delete it.")
+    with SOURCES.open() as file:
         rows = list(csv.DictReader(file))
-    args.folder.mkdir(parents=True)
+    folder.mkdir(parents=True)
     card = "| part | package | documents | MB | license |\n|---|---|---:|---:|---|\n"
-    seen: set[bytes] = set()
+    seen: set[str] = set()
     with multiprocessing.Pool() as pool:
         # In the order of the file, so that of equal documents the same one is always kept.
-        for row, texts in pool.imap(partial(collect, limit=args.limit * 10**6), rows):
-            texts = drop_seen(texts, seen)
+        for row, texts in pool.imap(collect, rows):
+            texts = [text for text in dict.fromkeys(texts) if text not in seen]
+            seen.update(texts)
             lines = (json.dumps({"text": text}, ensure_ascii=False) + "\n" for text in texts)
-            (args.folder / f"{row['split']}-{row['package']}.jsonl").write_text("".join(lines))
+            (folder / f"{row['split']}-{row['package']}.jsonl").write_text("".join(lines))
             size = sum(len(text.encode()) for text in texts) / 1e6
             line = f"| {row['split']} | {row['archive']} | {len(texts):,} | {size:.1f} |"
             card += f"{line} {row['license']} |\n"
             print(line, flush=True)
-            (args.folder / "README.md").write_text(card)
+            (folder / "README.md").write_text(card)
 
 
 if __name__ == "__main__":
