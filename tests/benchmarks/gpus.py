@@ -40,7 +40,6 @@ from machine import (
     replace_in,
     write_result,
 )
-from transformers import AutoConfig, AutoModelForCausalLM
 
 GPUS = torch.cuda.device_count() or 2  # without GPUs, processes
 DDP, MIXED = "02-ddp", "05-mixed-precision"
@@ -80,7 +79,7 @@ class Row:
     times: int = 1  # that it runs
 
 
-# --- tokens, models and runs ---
+# --- tokens, a model and runs ---
 
 
 def write_tokens(folder: Path) -> None:
@@ -91,21 +90,12 @@ def write_tokens(folder: Path) -> None:
         np.save(folder / f"{part}_0.npy", (np.cumsum(steps) % 4096).astype(np.uint16))
 
 
-def llama_1b(args: argparse.Namespace) -> str:
-    """Return arguments for a Llama of 1B, whose weights the first call draws."""
-    if args.tiny:
-        return "-m llama-tiny-8-heads --lr 1e-4"
-    folder = args.folder / "llama-1b"
-    if not list(folder.glob("*.safetensors")):
-        preset = REPOSITORY / "common/presets/llama-3.1-8b"
-        config = AutoConfig.from_pretrained(preset, **LLAMA_1B)
-        torch.manual_seed(0)
-        with torch.device("cuda"):
-            model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
-        model.save_pretrained(folder)
-        del model
-        torch.cuda.empty_cache()
-    return f"-m {folder} --pretrained --tokenizer-name gpt2-tiny --lr 1e-5"
+def write_llama_1b(folder: Path) -> str:
+    """Write the configuration of a Llama of 1B; return arguments for it."""
+    config = json.loads((REPOSITORY / "common/presets/llama-3.1-8b/config.json").read_text())
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / "config.json").write_text(json.dumps(config | LLAMA_1B))
+    return f"-m {folder} --tokenizer-name gpt2-tiny --lr 1e-5"
 
 
 def command_of(row: Row, folder: Path, args: argparse.Namespace) -> list[str]:
@@ -156,8 +146,8 @@ def kill(process: subprocess.Popen) -> None:
 
 
 def parallel(args: argparse.Namespace) -> list[Row]:
-    model = llama_1b(args)
     diffs, folder = f"{MIXED}/diffs", args.folder
+    model = "-m llama-tiny-8-heads" if args.tiny else write_llama_1b(folder / "llama-1b")
     context = copy_chapter(MIXED, folder / "context", f"{diffs}/context-parallel.diff")
     not_merged = copy_chapter(context, folder / "not-merged")
     replace_in(not_merged / "context_attention.py", *NOT_MERGED)
@@ -231,7 +221,7 @@ def main() -> None:
     parser = output_parser(__doc__)
     add = parser.add_argument
     add("parts", nargs="+", choices=PARTS, help="what to measure, in this order")
-    add("--folder", type=Path, default="/tmp/gpus", help="for tokens, weights and runs")
+    add("--folder", type=Path, default="/tmp/gpus", help="for tokens, copies and runs")
     add("--only", nargs="+", default=["*"], help="labels, for example 'FSDP*'")
     add("--tiny", action="store_true", help="small models, to try this file without GPUs")
     args = parser.parse_args()
