@@ -103,7 +103,7 @@ def main() -> None:
     for path in sorted(ROOT.glob("*/recorded/*.txt")):
         command, machine, _ = path.read_text().split("\n", 2)
         if any(fnmatch(name_of(path), pattern) for pattern in sys.argv[1:] or ["*"]):
-            if re.search("NVIDIA|local_cluster|interface", machine):
+            if re.search("NVIDIA|local_cluster", machine):
                 print(f"needs more than this machine, left as it is: {name_of(path)}")
             else:
                 recordings[command] = path
