@@ -20,9 +20,9 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
+from itertools import count
 from multiprocessing import forkserver
 from pathlib import Path
-from queue import Empty
 from unittest import mock
 
 import datasets  # noqa: F401  what a run imports is imported once, by the server
@@ -34,7 +34,6 @@ import transformers.models.llama.modeling_llama  # noqa: F401
 from torch.distributed import TCPStore
 from torch.distributed.checkpoint import filesystem
 from torch.optim.optimizer import register_optimizer_step_post_hook
-from torch.utils.hooks import RemovableHandle
 
 from common import checkpoint, cli, data, launch, storage
 
@@ -42,7 +41,16 @@ ROOT = Path(__file__).parents[1]
 StoreFileSystem = type(checkpoint.FsspecReader("memory://").fs)
 # Of a save: before and after settings.json, in the middle of the files, before .metadata gets its
 # name, before `newest` names the new checkpoint, and when an older one has lost its .metadata.
-SAVE_STAGES = ("begun", "settings", "writing", "written", "complete", "deleting")
+# Each is just before the n-th call of these functions in that save.
+SAVE_STAGES = {
+    "begun": [(checkpoint, "complete_checkpoints", 1)],
+    "settings": [(checkpoint, "writer_of", 1)],
+    "writing": [(filesystem, "_write_item", 5)],
+    # Of a folder, and of a store.
+    "written": [(kind, "rename", 1) for kind in (filesystem.FileSystem, StoreFileSystem)],
+    "complete": [(checkpoint.Checkpoints, "_commit", 1)],
+    "deleting": [(storage, "remove_folder", 1)],
+}
 
 
 def start(args: list[object], **options: object) -> multiprocessing.Process:
@@ -57,13 +65,10 @@ def server_context() -> multiprocessing.context.ForkServerContext:
     """Return the context whose children come from a server that has imported this module."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["runner"])
-    before = dict(os.environ)
     # The server looks for the module here and, before Python 3.13, not in this process's sys.path.
-    os.environ["PYTHONPATH"] = str(Path(__file__).parent)
-    os.environ["CUDA_VISIBLE_DEVICES"] = ""  # children are CPU processes
-    forkserver.ensure_running()
-    os.environ.clear()
-    os.environ.update(before)
+    own = {"PYTHONPATH": str(Path(__file__).parent), "CUDA_VISIBLE_DEVICES": ""}
+    with mock.patch.dict(os.environ, own):
+        forkserver.ensure_running()
     return context
 
 
@@ -75,22 +80,9 @@ def ask_ranks(world_size: int, target: Callable[..., None], *arguments: object) 
     """
     context = server_context()
     queue = context.Queue()
-    ranks = [
-        context.Process(target=target, args=(rank, *arguments, queue)) for rank in range(world_size)
-    ]
-    for process in ranks:
-        process.start()
-    found, deadline = {}, time.monotonic() + 900
-    while len(found) < world_size:
-        ended = [rank for rank, process in enumerate(ranks) if process.exitcode is not None]
-        try:
-            found.update([queue.get(timeout=1)])
-        except Empty:
-            silent = [rank for rank in ended if rank not in found]
-            assert not silent, f"ranks {silent} have ended without an answer"
-            assert time.monotonic() < deadline, f"only ranks {sorted(found)} have answered"
-    for process in ranks:
-        process.join(30)
+    for rank in range(world_size):
+        context.Process(target=target, args=(rank, *arguments, queue)).start()
+    found = dict(queue.get(timeout=900) for _ in range(world_size))
     return [found[rank] for rank in range(world_size)]
 
 
@@ -133,8 +125,8 @@ class Ranks:
         self.store = TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
         self.processes = []
         for rank in range(world_size):
+            own = _of_rank(options, rank)
             place = {**place_of(rank, world_size), "MASTER_PORT": self.store.port}
-            own = {key: v[rank] if isinstance(v, list) else v for key, v in options.items()}
             place |= own.pop("env", {})
             self.processes.append(start(args, env=place, **own))
 
@@ -164,19 +156,18 @@ class Series:
         self.ended: list[str] = []  # the runs that came to their end
         left = list(runs)
         while left:
-            stores = {
-                name: TCPStore("localhost", 0, is_master=True, wait_for_workers=False)
-                for name in left
-            }
+            stores = [
+                TCPStore("localhost", 0, is_master=True, wait_for_workers=False) for _ in left
+            ]
             files = [folder / f"ended-{len(left)}-{rank}" for rank in range(world_size)]
             processes = []
             for rank, file in enumerate(files):
                 file.touch()
-                own_place = place_of(rank, world_size) | (env[rank] if env else {})
-                place = {key: str(value) for key, value in own_place.items()}
+                place = place_of(rank, world_size) | (env[rank] if env else {})
+                place = {key: str(value) for key, value in place.items()}
                 own = [
-                    {"name": name, "port": stores[name].port, **_of_rank(runs[name], rank)}
-                    for name in left
+                    {"name": name, "port": store.port, **_of_rank(runs[name], rank)}
+                    for name, store in zip(left, stores, strict=True)
                 ]
                 processes.append(context.Process(target=_series_main, args=(own, place, file)))
                 with mock.patch.dict(os.environ, place):  # what an interpreter reads at its start
@@ -192,18 +183,15 @@ class Series:
 
 def _of_rank(options: dict[str, object], rank: int) -> dict[str, object]:
     """Return the options of a rank: one that is a list, but the arguments, has a value for each."""
-    own = {k: v[rank] if isinstance(v, list) and k != "args" else v for k, v in options.items()}
-    return {**own, "args": [str(arg) for arg in options["args"]]}
+    return {k: v[rank] if isinstance(v, list) and k != "args" else v for k, v in options.items()}
 
 
 def _wait_for_all(processes: list[multiprocessing.Process], timeout: float) -> None:
     """Wait until all have ended; from the first failure on, for some seconds only."""
     deadline = time.monotonic() + timeout
-    grace = 10.0
     while any(process.exitcode is None for process in processes):
         if any(process.exitcode for process in processes):
-            deadline = min(deadline, time.monotonic() + grace)
-            grace = timeout
+            deadline = min(deadline, time.monotonic() + 10)
         if time.monotonic() > deadline:
             for process in processes:
                 process.kill()
@@ -221,7 +209,6 @@ def _series_main(runs: list[dict], env: dict[str, str], ended: Path) -> None:
         except BaseException:  # SystemExit too: no run here may end in a status but 0
             print(f"In {run['name']}, rank {env['RANK']}:", file=sys.stderr)
             traceback.print_exc()
-            sys.stderr.flush()
             os._exit(1)
         with ended.open("a") as file:
             file.write(f"{run['name']}\n")
@@ -231,7 +218,7 @@ def _series_main(runs: list[dict], env: dict[str, str], ended: Path) -> None:
 def _run_in_series(
     name: str,
     port: int,
-    args: list[str],
+    args: list[object],
     chapter: str = "01-single-gpu",
     samples_file: str | None = None,
     within: Callable[[], contextlib.AbstractContextManager] | None = None,
@@ -243,26 +230,28 @@ def _run_in_series(
     port: of the store. args, chapter, samples_file: as for _child. within: returns a context in
     which to run: what it plants or notes, it takes away again. expect: the status with which the
     script must end on this rank. With another status than 0, all ranks must end by themselves,
-    without waiting for each other. stderr_file: gets what is printed.
+    without waiting for each other. stderr_file: gets what is printed, an error's traceback too.
     """
-    before = dict(os.environ)
-    os.environ["MASTER_PORT"] = str(port)
-    sys.argv = [f"{chapter}/train_llm.py", *args]
+    sys.argv = [f"{chapter}/train_llm.py", *map(str, args)]
     random.seed(12345)
-    handlers = {number: signal.getsignal(number) for number in launch.signals_to_handle()}
     with contextlib.ExitStack() as stack:
+        stack.enter_context(mock.patch.dict(os.environ, MASTER_PORT=str(port)))
+        stack.enter_context(stop_handlers_kept())
+        stack.enter_context(mock.patch.object(launch, "_exit", sys.exit))  # this process goes on
+        stack.enter_context(mock.patch.object(cli, "HEAD_START_S", 0.0))
         if samples_file:
             stack.enter_context(_note_samples(Path(samples_file)))
         if within:
             stack.enter_context(within())
         if stderr_file:
-            stack.enter_context(_stderr_to(stderr_file))
-        main = load_script(ROOT / chapter / "train_llm.py").main
-        _end_with(expect, main) if expect else main()
-    os.environ.clear()
-    os.environ.update(before)
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
+            file = stack.enter_context(Path(stderr_file).open("w"))
+            stack.enter_context(contextlib.redirect_stderr(file))
+        try:
+            launch.run(load_script(ROOT / chapter / "train_llm.py").main)
+        except SystemExit as error:
+            assert error.code == expect, f"the status is {error.code}"
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
     logging.getLogger().handlers.clear()
     torch.set_default_device(None)
     if "torch._dynamo" in sys.modules:
@@ -272,30 +261,12 @@ def _run_in_series(
 
 
 @contextlib.contextmanager
-def _stderr_to(path: str) -> Iterator[None]:
-    terminal = os.dup(2)
-    with Path(path).open("w") as file:
-        os.dup2(file.fileno(), 2)
-    try:
-        yield
-    finally:
-        sys.stderr.flush()
-        os.dup2(terminal, 2)
-        os.close(terminal)
-
-
-def _end_with(status: int, main: Callable[[], None]) -> None:
-    """Run a script that must end with this status; this process goes on."""
-    with (
-        mock.patch.object(launch, "_exit", sys.exit),
-        mock.patch.object(cli, "HEAD_START_S", 0.0),
-    ):
-        try:
-            launch.run(main)
-        except SystemExit as error:
-            assert error.code == status, f"the status is {error.code}"
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+def stop_handlers_kept() -> Iterator[None]:
+    """Afterwards, the signals that a script handles have the handlers that they had before."""
+    handlers = {number: signal.getsignal(number) for number in launch.signals_to_handle()}
+    yield
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
 
 
 def finish(process: multiprocessing.Process, timeout: float = 900) -> int:
@@ -319,8 +290,10 @@ def _child(
     kill_in_save: tuple | None = None,
     file_size_limit: int | None = None,
 ) -> None:
-    """chapter: the folder of the script, in the repository or absolute.
-    script: instead of a chapter, any Python script; it runs as its own program.
+    """Run a script as `python` would.
+
+    chapter: the folder of the script train_llm.py, in the repository or absolute.
+    script: instead of a chapter, the path of any script.
     env: variables to set.
     plant: called before the script runs, to plant a bug or a delay.
     samples_file: gets the indices of every optimizer step's samples, a JSON list a line.
@@ -352,14 +325,11 @@ def _child(
         plant()
     if file_size_limit:
         limit_files(file_size_limit)
-    if script:
-        torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count()))
-        sys.argv = [script, *args]
-        sys.path.insert(0, str(Path(script).resolve().parent))
-        runpy.run_path(script, run_name="__main__")
-    else:
-        sys.argv = [f"{chapter}/train_llm.py", *args]
-        launch.run(load_script(ROOT / chapter / "train_llm.py").main)
+    path = ROOT / (script or f"{chapter}/train_llm.py")
+    torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count()))
+    sys.argv = [str(path), *args]
+    sys.path.insert(0, str(path.parent))
+    runpy.run_path(str(path), run_name="__main__")
 
 
 def limit_files(size: int) -> None:
@@ -368,7 +338,7 @@ def limit_files(size: int) -> None:
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 
 
-def _kill(*_: object) -> None:
+def _kill() -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -376,17 +346,20 @@ def interrupt() -> None:
     raise KeyboardInterrupt
 
 
-def after_steps(count: int, action: Callable[[], object]) -> RemovableHandle:
-    """Call the action after so many optimizer steps; to load a checkpoint is a step as well."""
-    done = 0
+def _nth_time(nth: int, action: Callable[[], object]) -> Callable[..., None]:
+    """Return a function that calls the action when it is called for the n-th time."""
+    calls = count(1)
 
-    def hook(*_: object) -> None:
-        nonlocal done
-        done += 1
-        if done == count:
+    def function(*_: object) -> None:
+        if next(calls) == nth:
             action()
 
-    return register_optimizer_step_post_hook(hook)
+    return function
+
+
+def after_steps(steps: int, action: Callable[[], object]) -> None:
+    """Call the action after so many optimizer steps; to load a checkpoint is a step as well."""
+    register_optimizer_step_post_hook(_nth_time(steps, action))
 
 
 @contextlib.contextmanager
@@ -395,7 +368,7 @@ def _note_samples(path: Path) -> Iterator[None]:
     original = data.Sequences.__getitems__
 
     def getitems(self: data.Sequences, indices: list[int]) -> list[dict[str, torch.Tensor]]:
-        if not torch.is_inference_mode_enabled() and torch.is_grad_enabled():
+        if torch.is_grad_enabled():  # not in the evaluation
             seen.extend(indices)
         return original(self, indices)
 
@@ -413,43 +386,23 @@ def _note_samples(path: Path) -> Iterator[None]:
     data.Sequences.__getitems__ = original
 
 
-def _kill_in_save(nth: int, stage: str, action=_kill) -> None:
-    saves = 0
-    prepare = checkpoint.Checkpoints._prepare
-    places = {
-        "settings": [(checkpoint, "writer_of", 1)],
-        "writing": [(filesystem, "_write_item", 5)],
-        # Of a folder, and of a store.
-        "written": [(kind, "rename", 1) for kind in (filesystem.FileSystem, StoreFileSystem)],
-        "complete": [(checkpoint.Checkpoints, "_commit", 1)],
-        "deleting": [(storage, "remove_folder", 1)],
-    }
+def _kill_in_save(nth: int, stage: str, action: Callable[[], object] = _kill) -> None:
+    def begin() -> None:
+        for place in SAVE_STAGES[stage]:
+            _at_call(*place, action)
 
-    def count_and_prepare(*args: object) -> None:
-        nonlocal saves
-        saves += 1
-        if saves == nth and stage == "begun":
-            action()
-        prepare(*args)
-        if saves == nth:
-            for place in places[stage]:
-                _at_call(*place, action)
-
-    checkpoint.Checkpoints._prepare = count_and_prepare
+    _at_call(checkpoint.Checkpoints, "_prepare", nth, begin)
 
 
-def _at_call(module, name: str, call: int, action) -> None:
-    calls = 0
-    original = getattr(module, name)
+def _at_call(owner: object, name: str, call: int, action: Callable[[], object]) -> None:
+    """Do the action before this call of a function or a method."""
+    original, before = getattr(owner, name), _nth_time(call, action)
 
     def function(*args: object, **kwargs: object) -> object:
-        nonlocal calls
-        calls += 1
-        if calls == call:
-            action()
+        before()
         return original(*args, **kwargs)
 
-    setattr(module, name, function)
+    setattr(owner, name, function)
 
 
 if "pytest" not in sys.modules:
