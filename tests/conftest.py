@@ -25,14 +25,14 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("OMP_WAIT_POLICY", "passive")
 
 import contextlib
+import functools
 import io
-import itertools
 import logging
 import shutil
 import signal
 import sys
 import urllib.request
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import ModuleType
 
@@ -41,7 +41,7 @@ import pytest
 import torch
 from cluster import cluster  # noqa: F401
 from helpers import HIDES_GPUS, ROOT, listing, read_metrics, write_corpus
-from runner import load_script
+from runner import load_script, stop_handlers_kept
 
 from common import launch
 
@@ -99,17 +99,15 @@ def tmp_path(tmp_path: Path, request) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="module")
-def make_folder(tmp_path_factory) -> Iterator[Callable[[str], Path]]:
+def make_folder() -> Iterator[Callable[[str], Path]]:
     """Yield a function that makes a folder for a module's tests; it is removed after the last."""
-    folders = []
+    with contextlib.ExitStack() as folders:
 
-    def make(name: str) -> Path:
-        folders.append(tmp_path_factory.mktemp(name))
-        return folders[-1]
+        def make(name: str) -> Path:
+            folder = tempfile.TemporaryDirectory(prefix=f"{name}-", ignore_cleanup_errors=True)
+            return Path(folders.enter_context(folder))
 
-    yield make
-    for folder in folders:
-        shutil.rmtree(folder, ignore_errors=True)
+        yield make
 
 
 @pytest.fixture(autouse=True)
@@ -172,27 +170,18 @@ def corpus(tmp_path) -> Path:
 def train(tmp_path, monkeypatch):
     """Return a function that runs chapter 1 in this process and returns the metrics it wrote.
 
-    Of the built-in corpus it evaluates two batches: all would take longer than a test's few steps.
+    Of the built-in corpus it evaluates little: more would take longer than a test's few steps.
     """
 
     def run(*args: object, name: str = "run", chapter: str = "01-single-gpu") -> list[dict]:
-        argv = ["train_llm.py", *args, "--save-dir", tmp_path, "-e", name]
+        little = () if "-d" in args else ("--eval-sequences", 16)
+        argv = ["train_llm.py", *little, *args, "--save-dir", tmp_path, "-e", name]
         monkeypatch.setattr(sys, "argv", [str(arg) for arg in argv])
-        script = load_script(ROOT / chapter / "train_llm.py")
-        if "-d" not in args:
-            evaluate = script.evaluate
-
-            def evaluate_little(model: torch.nn.Module, batches: Iterable, *others: object) -> dict:
-                return evaluate(model, list(itertools.islice(batches, 2)), *others)
-
-            monkeypatch.setattr(script, "evaluate", evaluate_little)
-        script.main()
+        load_script(ROOT / chapter / "train_llm.py").main()
         return read_metrics(tmp_path / name)
 
-    handlers = {number: signal.getsignal(number) for number in launch.signals_to_handle()}
-    yield run
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
+    with stop_handlers_kept():
+        yield run
 
 
 @pytest.fixture
@@ -207,31 +196,31 @@ def run_main(monkeypatch, capfd):
         *args: object,
         stdin: str = "",
         plant: Callable[[ModuleType], object] = lambda module: None,
-        main: Callable[[ModuleType], object] = lambda module: module.main(),
     ) -> tuple[str, str]:
         module = load_script(script)
         plant(module)
         monkeypatch.setattr(sys, "argv", [script.name, *map(str, args)])
         monkeypatch.setattr(sys, "stdin", io.StringIO(stdin))
         capfd.readouterr()
-        main(module)
+        module.main()
         return capfd.readouterr()
 
     return run
 
 
 @pytest.fixture
-def refuse(run_main, tmp_path):
+def refuse(run_main, capfd, tmp_path):
     """Return a function that runs a script, expects a refusal and returns its one sentence."""
 
-    def refused(module: ModuleType) -> None:
-        with pytest.raises(SystemExit) as exit_:
-            launch.run(module.main)
-        assert exit_.value.code == 2
+    def end_as_a_program(module: ModuleType) -> None:
+        module.main = functools.partial(launch.run, module.main)
 
     def run(script: Path, *args: object, stdin: str = "") -> str:
         before = listing(tmp_path)
-        out, err = run_main(script, *args, stdin=stdin, main=refused)
+        with pytest.raises(SystemExit) as exit_:
+            run_main(script, *args, stdin=stdin, plant=end_as_a_program)
+        out, err = capfd.readouterr()
+        assert exit_.value.code == 2
         assert not out and "Traceback" not in err and err.endswith(".\n"), err
         assert listing(tmp_path) == before, "nothing was written, nothing lost"
         return err.splitlines()[-1]
