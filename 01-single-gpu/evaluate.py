@@ -11,7 +11,6 @@ import json
 import logging
 import math
 import os
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -94,15 +93,21 @@ def main() -> None:
     if trained.begin is not None:
         note += f"; each document begins with {tokenizer.bos_token}, as the tokenizer says"
         streams = [add_begin(s, trained.begin, tokenizer.eos_token_id) for s in streams]
-    windows = [
-        (stream, begin, first)
+    windows = [  # tokens, and how many of them are not scored
+        (stream[begin : begin + seq_length], first - begin)
         for stream in streams
         for begin, first in zip(*find_windows(len(stream), seq_length, stride), strict=True)
     ]
 
     # --- loss ---
     total = torch.zeros(2, dtype=torch.float64, device=device)  # sum of losses, number of tokens
-    for input_ids, labels in make_batches(windows[rank::world_size], seq_length, args.batch_size):
+    own_windows = windows[rank::world_size]
+    for start in range(0, len(own_windows), args.batch_size):
+        tokens, unscored = zip(*own_windows[start : start + args.batch_size], strict=True)
+        input_ids = torch.from_numpy(np.stack(tokens).astype(np.int64))
+        labels = input_ids.clone()
+        for row, count in zip(labels, unscored, strict=True):
+            row[:count] = IGNORED
         if trained.begin not in (None, tokenizer.eos_token_id):
             labels[input_ids == trained.begin] = IGNORED  # it is no part of the text
         total += score(model, input_ids.to(device), labels.to(device))
@@ -133,10 +138,9 @@ def main() -> None:
     line = "loss {loss:.4f}, perplexity {perplexity:.2f}, {bits_per_byte:.3f} bits per byte"
     print(line.format(**results))
     if args.output:
-        settings = {**vars(args), "seq_length": seq_length, "stride": stride, "ranks": world_size}
+        settings = {**vars(args), "stride": stride, "ranks": world_size}
         content = {"origin": trained.origin, **settings, **results}
-        with args.output.open("x", encoding="utf-8") as file:
-            file.write(json.dumps(content, indent=1, default=str) + "\n")
+        args.output.write_text(json.dumps(content, indent=1, default=str) + "\n")
 
 
 def add_begin(stream: np.ndarray, begin: int, end: int) -> np.ndarray:
@@ -162,26 +166,12 @@ def find_windows(n_tokens: int, seq_length: int, stride: int) -> tuple[np.ndarra
     return begins, np.maximum(np.append(0, begins[:-1] + seq_length), begins + 1)
 
 
-def make_batches(
-    windows: list[tuple[np.ndarray, int, int]], seq_length: int, batch_size: int
-) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield input ids and labels, int64 [<= batch_size, seq_length].
-
-    The label of a token that its window does not score is IGNORED.
-    """
-    for start in range(0, len(windows), batch_size):
-        batch = windows[start : start + batch_size]
-        tokens = np.stack([stream[begin : begin + seq_length] for stream, begin, _ in batch])
-        labels = torch.from_numpy(tokens.astype(np.int64))
-        input_ids = labels.clone()
-        for row, (_, begin, first) in enumerate(batch):
-            labels[row, : first - begin] = IGNORED
-        yield input_ids, labels
-
-
 @torch.no_grad()
 def score(model: PreTrainedModel, input_ids: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Return the sum of the losses in nats, and the number of scored tokens."""
+    """Return the sum of the losses in nats, and the number of scored tokens.
+
+    input_ids, labels: int64 [windows, seq_length]. A token whose label is IGNORED is not scored.
+    """
     logits, labels = model(input_ids).logits[:, :-1], labels[:, 1:]
     scored = labels != IGNORED
     losses = cross_entropy(logits[scored].float(), labels[scored], reduction="none")
