@@ -12,10 +12,8 @@ PRIVATE = 0x10F000  # characters from here on, for private use, stand for specia
 def special_tokens(tokenizer: PreTrainedTokenizerBase) -> dict[str, str]:
     """Return the names of the special tokens, longest first, by a private character for each."""
     special = [str(token) for token in tokenizer.added_tokens_decoder.values() if token.special]
-    return {
-        chr(PRIVATE + number): token
-        for number, token in enumerate(sorted(special, key=len, reverse=True))
-    }
+    special.sort(key=len, reverse=True)
+    return {chr(PRIVATE + number): token for number, token in enumerate(special)}
 
 
 def hide_special_tokens(message: str, tokenizer: PreTrainedTokenizerBase) -> str:
