@@ -54,15 +54,7 @@ def load_trained(
     disable_progress_bar()
     folder = as_path(name)
     if find_checkpoints(folder):
-        while True:
-            saved = find_saved(folder, step)
-            try:
-                return _load_run(saved, model_name, tokenizer_name)
-            except RunError:
-                # If the run is still training, it may have deleted this checkpoint. Then it has a
-                # newer one.
-                if step is not None or find_saved(folder, None).step == saved.step:
-                    raise
+        return _load_run(find_saved(folder, step), model_name, tokenizer_name)
     if step is not None:
         raise RunError(f"{name} is no run's folder with a complete checkpoint: leave out --step.")
     if name in models.PRESET_NAMES and not folder.exists():
