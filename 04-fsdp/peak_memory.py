@@ -153,9 +153,7 @@ def ranks_per_shard_group(options: Options) -> int:
     """Return the number of ranks that a parameter is sharded over."""
     if options.sharding != "fsdp":
         return 1
-    if options.hsdp:
-        return min(options.gpus, options.gpus_per_node)
-    return options.gpus
+    return min(options.gpus, options.gpus_per_node) if options.hsdp else options.gpus
 
 
 def shard_numel(group: list[torch.Size], ranks: int) -> int:
