@@ -2,6 +2,7 @@
 
 import argparse
 from collections.abc import Callable, Iterable
+from functools import partial
 
 import torch
 from torch import nn
@@ -99,10 +100,7 @@ def convert_to_fp8(layers: Iterable[nn.Module], seq_length: int) -> int:
         emulate=not torch.cuda.is_available(),
         pad_inner_dim=seq_length % FP8_MULTIPLE != 0,
     )
-
-    def convert(linear: nn.Linear) -> nn.Module:
-        return convert_to_float8_training(linear, config=config)
-
+    convert = partial(convert_to_float8_training, config=config)
     converted = 0
     for layer in layers:
         for parent in list(layer.modules()):
