@@ -55,10 +55,8 @@ def table() -> str:
     lines = [f"{'format':15}{'exponent':>9}{'mantissa':>9}" + "".join(f"{c:>13}" for c in columns)]
     for each in formats():
         sizes = (each.largest, each.normal, each.subnormal, each.spacing)
-        numbers = "".join(f"{size:13.3g}" for size in sizes)
-        lines.append(
-            f"{each.name:15}{each.exponent:9}{each.mantissa:9}{numbers}{each.digits:13.1f}"
-        )
+        numbers = "".join(f"{size:13.3g}" for size in sizes) + f"{each.digits:13.1f}"
+        lines.append(f"{each.name:15}{each.exponent:9}{each.mantissa:9}{numbers}")
     return "\n".join(lines)
 
 

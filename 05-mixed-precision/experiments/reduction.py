@@ -51,27 +51,16 @@ def error(total: torch.Tensor, grads: torch.Tensor) -> float:
     return ((total.double() - exact).norm() / exact.norm()).item()
 
 
-def simulate() -> list[dict]:
-    """Return the errors for each number of ranks, kind of gradients, order and dtype."""
-    rows = []
+def main() -> None:
+    cases = [(order, dtype) for order in (ring_sum, tree_sum) for dtype in DTYPES]
+    keys = [f"{order.__name__[:4]}, {str(dtype)[6:]}" for order, dtype in cases]
+    print("ranks  gradients  " + "".join(f"{key:>15}" for key in keys))
     for world_size in WORLD_SIZES:
         for kind in ("independent", "alike"):
             grads = gradients(world_size, alike=kind == "alike")
-            row = {"ranks": world_size, "gradients": kind}
-            for order in (ring_sum, tree_sum):
-                for dtype in DTYPES:
-                    # Rounding the gradients themselves is part of the error.
-                    key = f"{order.__name__[:4]}, {str(dtype)[6:]}"
-                    row[key] = error(order(grads.to(dtype)), grads)
-            rows.append(row)
-    return rows
-
-
-def main() -> None:
-    rows = simulate()
-    print("ranks  gradients  " + "".join(f"{key:>15}" for key in list(rows[0])[2:]))
-    for ranks, kind, *errors in map(dict.values, rows):
-        print(f"{ranks:5}  {kind:11}" + "".join(f"{each:15.1e}" for each in errors))
+            # Rounding the gradients themselves is part of the error.
+            errors = [error(order(grads.to(dtype)), grads) for order, dtype in cases]
+            print(f"{world_size:5}  {kind:11}" + "".join(f"{each:15.1e}" for each in errors))
     for dtype in DTYPES:
         ones = torch.ones(1024, SIZE, dtype=dtype)
         print(f"1024 times 1 in {str(dtype)[6:]}, ring: {ring_sum(ones)[0]:g}")
