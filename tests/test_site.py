@@ -297,6 +297,7 @@ def test_figures_switch_with_the_page(visit):
     page = visit("04-fsdp/README.html", scheme="light")
     page.add_style_tag(content="* { background: gray !important; }")
     figure = page.locator("article img").first
+    figure.evaluate("image => image.decode()")
 
     def seen_in(mode: str) -> bytes:
         page.evaluate(f"document.body.dataset.theme = '{mode}'")
