@@ -34,11 +34,6 @@ ROOT = Path(__file__).parents[1]
 CHAPTERS = sorted(path.parent.name for path in ROOT.glob("[0-9][0-9]-*/train_llm.py"))
 TORCHRUN = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node")
 HIDES_GPUS = "CUDA_VISIBLE_DEVICES"
-# To replace in a chapter's script: all batches that it evaluates, at the end of a run too, by two.
-EVALUATED_LITTLE = (
-    'for batch in cli.progress("evaluation", dataloader):',
-    "for _, batch in zip(range(2), dataloader):",
-)
 EXACT = ("loss", "lr", "grad_norm", "epoch", "eval_loss")
 TWO_BY_TWO = (0, 1, 0, 1)  # the local rank of each rank
 

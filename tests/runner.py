@@ -324,18 +324,13 @@ def _child(
     if plant:
         plant()
     if file_size_limit:
-        limit_files(file_size_limit)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (file_size_limit, file_size_limit))
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     path = ROOT / (script or f"{chapter}/train_llm.py")
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count()))
     sys.argv = [str(path), *args]
     sys.path.insert(0, str(path.parent))
     runpy.run_path(str(path), run_name="__main__")
-
-
-def limit_files(size: int) -> None:
-    """Let this process write no more than so many bytes to a file, as if the disk were full."""
-    resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
-    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 
 
 def _kill() -> None:

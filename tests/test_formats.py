@@ -157,7 +157,6 @@ def test_the_chapter_s_script_with_random_rounding(tmp_path, corpus):
     """The first step changes more weights than rounding to nearest lets through: 10%."""
     folder = patch(CHAPTER, tmp_path / "copy", diff=DIFFS / "share-changed.diff")
     assert apply(DIFFS / "stochastic-rounding.diff", tmp_path / "copy").returncode == 0
-    shutil.copy(ROOT / CHAPTER / "precision.py", folder)
     shutil.copytree(EXPERIMENTS, folder / "experiments")
     options = ("-s", 16, "-b", 1, "--global-batch-size", 1, "-d", corpus, "--save-dir", tmp_path)
     options += ("--max-steps", 3, "--param-dtype", "bfloat16", "--lr", 3e-5, "--warmup-steps", 0)

@@ -51,10 +51,7 @@ MODELS = {
 
 def patch_chapter(folder: Path, diff: str) -> Path:
     """Return the folder of a copy of chapter 5's script in `folder`, patched."""
-    copy = patch(CHAPTER, folder, diff=ROOT / CHAPTER / f"diffs/{diff}.diff")
-    for module in ("precision.py", "context_attention.py"):
-        shutil.copy(ROOT / CHAPTER / module, copy)
-    return copy
+    return patch(CHAPTER, folder, diff=ROOT / CHAPTER / f"diffs/{diff}.diff")
 
 
 def diff_of(run: Run) -> str:
