@@ -5,7 +5,7 @@ SCRIPTS := $(wildcard [0-9][0-9]-*/train_llm.py)
 
 PYTEST := $(BIN)/python -m pytest -n auto --dist loadgroup --no-loadscope-reorder
 
-.PHONY: demo help train diff lab site exercises check test ci nightly record diffs lint format clean
+.PHONY: demo help train diff variant lab site exercises check test ci nightly record diffs lint format clean
 
 # A new folder each time, so no earlier run is resumed or replaced.
 DEMO := outputs/demo-$(shell date +%Y%m%d-%H%M%S)
@@ -28,11 +28,16 @@ train: .venv/.train  ## train chapter 1 on the built-in corpus: make train ARGS=
 	$(BIN)/python 01-single-gpu/train_llm.py $(ARGS)
 
 # `git diff` ends with 1 if the files differ, and with 141 if nobody reads on, as in `make diff | head`.
-diff:  ## what a chapter changes: make diff CHAPTER=2; or any two: make diff FROM=1 TO=4
-	@to="$(or $(TO),$(CHAPTER))"; from="$(or $(FROM),$$(expr "$$to" - 1 2>/dev/null))"; \
+diff:  ## what a chapter changes: make diff CHAPTER=2; or any two: FROM=1 TO=4; or CHAPTER=4 WITH=hsdp
+	@$(if $(WITH),exec $(PYTHON) -m common.variants --diff "$(CHAPTER)" $(WITH);) \
+	to="$(or $(TO),$(CHAPTER))"; from="$(or $(FROM),$$(expr "$$to" - 1 2>/dev/null))"; \
 	case "$$from-$$to" in [1-$(words $(SCRIPTS))]-[1-$(words $(SCRIPTS))]) ;; \
 	*) echo "make diff CHAPTER=N: N is from 2 to $(words $(SCRIPTS)); or make diff FROM=1 TO=N" >&2; exit 2 ;; esac; \
 	git diff --no-index 0$$from-*/train_llm.py 0$$to-*/train_llm.py; case $$? in 0|1|141) ;; *) exit 1 ;; esac
+
+# A copy of a chapter with diffs of the gallery applied: your checkout stays as it is.
+variant:  ## a chapter with more options: make variant CHAPTER=4 WITH="hsdp cpu-offload"; or list them
+	@$(PYTHON) -m common.variants $(if $(CHAPTER)$(WITH),"$(CHAPTER)" $(WITH))
 
 # Jupyter refuses to start as root, as in most containers, without this option.
 ALLOW_ROOT := $(if $(filter 0,$(shell id -u)),--allow-root)

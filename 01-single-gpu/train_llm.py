@@ -1,6 +1,7 @@
 """Train a causal language model on one device.
 
 python 01-single-gpu/train_llm.py
+make variant  # lists more options, which are small diffs of this script
 """
 
 import argparse
@@ -36,23 +37,16 @@ def get_args() -> argparse.Namespace:
     add("--dataset-subset", help="configuration of a hub data set")
     add("--text-column", help="column that holds the text (default: text)")
     add("-s", "--seq-length", type=at_least(2), help="tokens (default: the model's limit, <= 1024)")
-    add("--num-workers", default=0, type=at_least(0), help="processes that load data")
     add = parser.add_argument_group("model").add_argument
     add("-m", "--model-name", default="gpt2-tiny", help="preset, folder or hub id")
     add("--tokenizer-name", help="folder or hub id (default: the model's tokenizer)")
     add("--pretrained", action="store_true", help="start from the model's pretrained weights")
-    add("--param-dtype", default="float32", choices=["float32", "bfloat16"], help="of the weights")
     add("--compile", action="store_true", help="fuse kernels with torch.compile")
     add = parser.add_argument_group("optimize").add_argument
     add("-b", "--batch-size", default=8, type=at_least(1), help="limit per device and micro-batch")
     add("--global-batch-size", default=24, type=at_least(1), help="sequences per step, all devices")
     add("--lr", type=at_least(0.0), help="peak (default: 1 / model width, or 5e-5 if pretrained)")
-    add(
-        "--beta1",
-        default=0.8,
-        type=at_least(0.0, 0.999),
-        help="decay of AdamW's mean of the gradients",
-    )
+    add("--beta1", default=0.8, type=at_least(0.0, 0.999), help="decay of AdamW's mean gradient")
     add("--warmup-steps", type=at_least(0), help="steps (default: a quarter of all, <= 100)")
     add("--weight-decay", default=0.1, type=at_least(0.0), help="AdamW's weight decay")
     add(
@@ -99,8 +93,6 @@ def main() -> None:
         model = models.load_pretrained(args.model_name, config)
     else:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    for parameter in model.parameters():  # buffers stay in float32: rotary tables need it
-        parameter.data = parameter.data.to(getattr(torch, args.param_dtype))
     model.to(device)  # before the optimizer is made, which keeps references to the parameters
     if args.compile:
         model.compile()  # unlike torch.compile(model), this keeps the parameter names
@@ -119,6 +111,11 @@ def main() -> None:
     # What does not fit on the devices at once is accumulated in equal micro-batches.
     limit = min(share, args.batch_size)
     micro_batch_size = max(size for size in range(1, limit + 1) if share % size == 0)
+    if 2 * micro_batch_size <= limit:  # for example with a prime share
+        logger.warning(
+            f"micro-batches have only {micro_batch_size} sequences, not {limit}, because they must "
+            f"divide the {share} sequences of each device: another --global-batch-size is faster"
+        )
     accumulation = share // micro_batch_size
     # The order depends on seed and epoch only. Each rank takes every world_size-th sample of it.
     sampler = ResumableSampler(train_data, num_replicas=world_size, rank=rank, seed=args.seed)
@@ -127,8 +124,6 @@ def main() -> None:
         batch_size=micro_batch_size,
         sampler=sampler,
         drop_last=True,  # all micro-batches have the same size, so their losses can be averaged
-        num_workers=args.num_workers,
-        timeout=300 if args.num_workers else 0,  # seconds, after which a stuck worker is an error
         pin_memory=device.type == "cuda",  # lets the copy to the GPU overlap with computation
         # An iterator draws a seed when it starts. Its own generator keeps torch's RNG unchanged.
         generator=torch.Generator(),
@@ -175,7 +170,12 @@ def main() -> None:
     # Saved with the weights, the optimizer and the schedule: all that the next step depends on.
     state = {"step": 0}
     # What must not change when a run resumes, for example --lr. The batch per device may change.
-    settings = fixed_settings(args, model, train_data, total_steps)
+    settings = fixed_settings(
+        args=args,
+        model=model,
+        train_data=train_data,
+        total_steps=total_steps,
+    )
     checkpoints = Checkpoints(args, run_dir, settings)
     if checkpoints.load(model, optimizer, lr_scheduler, state):
         logger.info(f"resumed after step {state['step']} of {total_steps}")
@@ -183,7 +183,6 @@ def main() -> None:
         logger.info(
             "all steps of this run are done; to train longer, start a new run: give another -e"
         )
-        return
 
     # --- train ---
     tokens_per_step = args.global_batch_size * args.seq_length
@@ -199,8 +198,9 @@ def main() -> None:
     running_loss = torch.zeros((), device=device)  # sum of the losses since then
     batches = None
     model.train()  # turns dropout on, if the model has any
-    # Python's garbage collector would pause some steps for up to 0.4 s. From here on it runs only
-    # with a checkpoint, and it ignores all objects that exist now.
+    # Python's garbage collector would pause some steps for up to 0.4 s, and with several devices a
+    # pause of one stops them all. From here on it runs only with a checkpoint, and it ignores all
+    # objects that exist now.
     gc.freeze()
     gc.disable()
     while state["step"] < total_steps:

@@ -1,6 +1,7 @@
 """Train a causal language model on all devices of one machine.
 
 torchrun --standalone --nproc-per-node 2 02-ddp/train_llm.py
+make variant  # lists more options, which are small diffs of this script
 """
 
 import argparse
@@ -9,12 +10,10 @@ import gc
 import logging
 import math
 import os
-from functools import partial
 
 import torch
 import torch.distributed as dist
 from torch.distributed.elastic.multiprocessing.errors import record
-from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
@@ -44,23 +43,16 @@ def get_args() -> argparse.Namespace:
     add("--dataset-subset", help="configuration of a hub data set")
     add("--text-column", help="column that holds the text (default: text)")
     add("-s", "--seq-length", type=at_least(2), help="tokens (default: the model's limit, <= 1024)")
-    add("--num-workers", default=0, type=at_least(0), help="processes that load data")
     add = parser.add_argument_group("model").add_argument
     add("-m", "--model-name", default="gpt2-tiny", help="preset, folder or hub id")
     add("--tokenizer-name", help="folder or hub id (default: the model's tokenizer)")
     add("--pretrained", action="store_true", help="start from the model's pretrained weights")
-    add("--param-dtype", default="float32", choices=["float32", "bfloat16"], help="of the weights")
     add("--compile", action="store_true", help="fuse kernels with torch.compile")
     add = parser.add_argument_group("optimize").add_argument
     add("-b", "--batch-size", default=8, type=at_least(1), help="limit per device and micro-batch")
     add("--global-batch-size", default=24, type=at_least(1), help="sequences per step, all devices")
     add("--lr", type=at_least(0.0), help="peak (default: 1 / model width, or 5e-5 if pretrained)")
-    add(
-        "--beta1",
-        default=0.8,
-        type=at_least(0.0, 0.999),
-        help="decay of AdamW's mean of the gradients",
-    )
+    add("--beta1", default=0.8, type=at_least(0.0, 0.999), help="decay of AdamW's mean gradient")
     add("--warmup-steps", type=at_least(0), help="steps (default: a quarter of all, <= 100)")
     add("--weight-decay", default=0.1, type=at_least(0.0), help="AdamW's weight decay")
     add(
@@ -71,7 +63,6 @@ def get_args() -> argparse.Namespace:
     )
     add("--num-epochs", default=0.6, type=at_least(1e-6), help="passes over the data")
     add("--max-steps", type=at_least(1), help="number of steps; overrides --num-epochs")
-    add("--zero1", action="store_true", help="shard the optimizer state (chapters 4 and 5: always)")
     add = parser.add_argument_group("every N steps").add_argument
     add("--log-freq", default=10, type=at_least(1), help="steps between log lines")
     add("--eval-freq", default=200, type=at_least(1), help="steps between evaluations")
@@ -88,18 +79,18 @@ def get_args() -> argparse.Namespace:
 
 @record  # lets torchrun report the exception of the rank that failed first
 def main() -> None:
-    # Sets RANK and the like for a process that torchrun did not start.
-    launch.prepare_environment()
     args = get_args()
 
     # --- setup ---
     # One process drives one device. Its number is the rank; world_size is how many there are.
+    if "RANK" not in os.environ:
+        raise cli.RunError("Start this script with torchrun, or with bash 02-ddp/launch.sh.")
     rank = int(os.environ["RANK"])
     world_size = int(os.environ["WORLD_SIZE"])
     local_rank = int(os.environ["LOCAL_RANK"])  # the rank within this machine
     device = torch.device("cpu")
-    if torch.cuda.is_available():  # a launcher may show each process only its own GPU
-        device = torch.device("cuda", local_rank % torch.cuda.device_count())
+    if torch.cuda.is_available():
+        device = torch.device("cuda", launch.gpu_of(local_rank))
         torch.cuda.set_device(device)  # "cuda" without a number means this GPU from here on
     # GPUs multiply float32 matrices in TF32: the range of float32, about 3 decimal digits.
     torch.set_float32_matmul_precision("high" if device.type == "cuda" else "highest")
@@ -110,7 +101,6 @@ def main() -> None:
         timeout=datetime.timedelta(seconds=args.dist_timeout),
         device_id=device if device.type == "cuda" else None,  # NCCL connects now, not later
     )
-    launch.check_arguments(args)
 
     # --- model ---
     tokenizer = models.load_tokenizer(args.tokenizer_name or args.model_name)
@@ -122,15 +112,16 @@ def main() -> None:
         model = models.load_pretrained(args.model_name, config)
     else:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    for parameter in model.parameters():  # buffers stay in float32: rotary tables need it
-        parameter.data = parameter.data.to(getattr(torch, args.param_dtype))
     model.to(device)  # before the optimizer is made, which keeps references to the parameters
     if args.compile:
         model.compile()  # unlike torch.compile(model), this keeps the parameter names
+    # PyTorch 2.13 renamed the option that sends buffers in each forward pass.
+    sync_buffers = "forward_sync_buffers" if torch.__version__ >= "2.13" else "broadcast_buffers"
     # Copies rank 0's weights to all ranks. Averages the gradients during the backward pass.
     ddp_model = DistributedDataParallel(
         model,
         gradient_as_bucket_view=True,  # gradients need no second copy in memory
+        **{sync_buffers: False},  # rank 0 need not send them: they are the same on all ranks
     )
 
     # --- data ---
@@ -147,6 +138,11 @@ def main() -> None:
     # What does not fit on the devices at once is accumulated in equal micro-batches.
     limit = min(share, args.batch_size)
     micro_batch_size = max(size for size in range(1, limit + 1) if share % size == 0)
+    if 2 * micro_batch_size <= limit:  # for example with a prime share
+        logger.warning(
+            f"micro-batches have only {micro_batch_size} sequences, not {limit}, because they must "
+            f"divide the {share} sequences of each device: another --global-batch-size is faster"
+        )
     accumulation = share // micro_batch_size
     # The order depends on seed and epoch only. Each rank takes every world_size-th sample of it.
     sampler = ResumableSampler(train_data, num_replicas=world_size, rank=rank, seed=args.seed)
@@ -155,8 +151,6 @@ def main() -> None:
         batch_size=micro_batch_size,
         sampler=sampler,
         drop_last=True,  # all micro-batches have the same size, so their losses can be averaged
-        num_workers=args.num_workers,
-        timeout=300 if args.num_workers else 0,  # seconds, after which a stuck worker is an error
         pin_memory=device.type == "cuda",  # lets the copy to the GPU overlap with computation
         # An iterator draws a seed when it starts. Its own generator keeps torch's RNG unchanged.
         generator=torch.Generator(),
@@ -181,10 +175,7 @@ def main() -> None:
         # Wider models need a smaller learning rate: 1 / width is a rule of thumb. Pretrained
         # weights need a much smaller one.
         args.lr = 5e-5 if args.pretrained else 1 / config.hidden_size
-    adamw = torch.optim.AdamW
-    if args.zero1:  # each rank stores Adam's moments for its share of the parameters only
-        adamw = partial(ZeroRedundancyOptimizer, optimizer_class=torch.optim.AdamW)
-    optimizer = adamw(
+    optimizer = torch.optim.AdamW(
         model.parameters(),
         lr=args.lr,
         betas=(args.beta1, 0.95),  # below the usual 0.9 and 0.999, because this run is short
@@ -207,7 +198,12 @@ def main() -> None:
     # Saved with the weights, the optimizer and the schedule: all that the next step depends on.
     state = {"step": 0}
     # What must not change when a run resumes, for example --lr. The batch per device may change.
-    settings = fixed_settings(args, model, train_data, total_steps)
+    settings = fixed_settings(
+        args=args,
+        model=model,
+        train_data=train_data,
+        total_steps=total_steps,
+    )
     checkpoints = Checkpoints(args, run_dir, settings)
     if checkpoints.load(model, optimizer, lr_scheduler, state):
         logger.info(f"resumed after step {state['step']} of {total_steps}")
@@ -215,9 +211,6 @@ def main() -> None:
         logger.info(
             "all steps of this run are done; to train longer, start a new run: give another -e"
         )
-        dist.barrier()
-        dist.destroy_process_group()
-        return
 
     # --- train ---
     tokens_per_step = args.global_batch_size * args.seq_length
@@ -233,8 +226,9 @@ def main() -> None:
     running_loss = torch.zeros((), device=device)  # sum of the losses since then
     batches = None
     model.train()  # turns dropout on, if the model has any
-    # Python's garbage collector would pause some steps for up to 0.4 s. From here on it runs only
-    # with a checkpoint, and it ignores all objects that exist now.
+    # Python's garbage collector would pause some steps for up to 0.4 s, and with several devices a
+    # pause of one stops them all. From here on it runs only with a checkpoint, and it ignores all
+    # objects that exist now.
     gc.freeze()
     gc.disable()
     while state["step"] < total_steps:

@@ -4,8 +4,8 @@
 # train_llm.py.
 #
 #   bash 04-fsdp/launch.sh
-#   NPROC_PER_NODE=4 bash 04-fsdp/launch.sh --activation-checkpointing selective
-#   NNODES=2 HEAD=node1:29400 bash 04-fsdp/launch.sh -e my-run --hsdp
+#   NPROC_PER_NODE=4 bash 04-fsdp/launch.sh --activation-checkpointing
+#   NNODES=2 HEAD=node1:29400 bash 04-fsdp/launch.sh -e my-run
 set -euo pipefail
 export LAUNCH_FILE=04-fsdp/launch.sh
 exec bash "$(dirname "${BASH_SOURCE[0]}")/../03-multi-node/launch_torchrun.sh" "$@"

@@ -1,6 +1,7 @@
 """Train a causal language model that is sharded over the devices of several nodes.
 
 bash 04-fsdp/launch.sh
+make variant  # lists more options, which are small diffs of this script
 """
 
 import argparse
@@ -10,7 +11,6 @@ import logging
 import math
 import os
 import signal
-import socket
 import sys
 from functools import partial
 
@@ -19,13 +19,9 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import StateDictOptions, set_model_state_dict
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.elastic.multiprocessing.errors import record
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    fully_shard,
-)
+from torch.distributed.fsdp import fully_shard
 from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.checkpoint import checkpoint as recompute
-from torch.utils.checkpoint import create_selective_checkpoint_contexts
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
@@ -38,10 +34,6 @@ from common.timers import PhaseTimers, find_straggler, flops_per_token
 from common.tracker import Tracker, make_run_dir
 
 logger = logging.getLogger("train_llm")
-# What selective activation checkpointing saves. All other operations are cheap to compute again.
-KERNELS = ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
-SAVED_OPS = [getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}").default for kernel in KERNELS]
-SAVED_OPS += [getattr(torch.ops.aten, matmul).default for matmul in ("mm", "addmm", "_scaled_mm")]
 
 
 def get_args() -> argparse.Namespace:
@@ -52,31 +44,22 @@ def get_args() -> argparse.Namespace:
     add("--checkpoint-dir", help="folder or address of checkpoints (default: the run's folder)")
     add("--seed", default=0, type=at_least(0), help="seed for weights, data order and dropout")
     add("--dist-timeout", default=600, type=at_least(1), help="seconds to wait for other ranks")
-    add("--track-nodes", action="store_true", help="one wandb run per node, in a group")
     add = parser.add_argument_group("data").add_argument
     add("-d", "--dataset-name", default="python-stdlib", help="preset, file, folder or hub id")
     add("--dataset-subset", help="configuration of a hub data set")
     add("--text-column", help="column that holds the text (default: text)")
     add("-s", "--seq-length", type=at_least(2), help="tokens (default: the model's limit, <= 1024)")
-    add("--num-workers", default=0, type=at_least(0), help="processes that load data")
     add = parser.add_argument_group("model").add_argument
     add("-m", "--model-name", default="gpt2-tiny", help="preset, folder or hub id")
     add("--tokenizer-name", help="folder or hub id (default: the model's tokenizer)")
     add("--pretrained", action="store_true", help="start from the model's pretrained weights")
-    add("--param-dtype", default="float32", choices=["float32", "bfloat16"], help="of the weights")
     add("--compile", action="store_true", help="fuse kernels with torch.compile")
-    recomputed = ["none", "selective", "full"]
-    add("--activation-checkpointing", default="none", choices=recomputed, help="what to recompute")
+    add("--activation-checkpointing", action="store_true", help="recompute activations, save less")
     add = parser.add_argument_group("optimize").add_argument
     add("-b", "--batch-size", default=8, type=at_least(1), help="limit per device and micro-batch")
     add("--global-batch-size", default=24, type=at_least(1), help="sequences per step, all devices")
     add("--lr", type=at_least(0.0), help="peak (default: 1 / model width, or 5e-5 if pretrained)")
-    add(
-        "--beta1",
-        default=0.8,
-        type=at_least(0.0, 0.999),
-        help="decay of AdamW's mean of the gradients",
-    )
+    add("--beta1", default=0.8, type=at_least(0.0, 0.999), help="decay of AdamW's mean gradient")
     add("--warmup-steps", type=at_least(0), help="steps (default: a quarter of all, <= 100)")
     add("--weight-decay", default=0.1, type=at_least(0.0), help="AdamW's weight decay")
     add(
@@ -87,12 +70,6 @@ def get_args() -> argparse.Namespace:
     )
     add("--num-epochs", default=0.6, type=at_least(1e-6), help="passes over the data")
     add("--max-steps", type=at_least(1), help="number of steps; overrides --num-epochs")
-    add("--zero1", action="store_true", help="shard the optimizer state (chapters 4 and 5: always)")
-    default_on = {"default": True, "action": argparse.BooleanOptionalAction}
-    add("--reshard-after-forward", **default_on, help="free weights between forward and backward")
-    add("--reduce-every-backward", action="store_true", help="less memory, more traffic")
-    add("--hsdp", action="store_true", help="shard within nodes, replicate over nodes")
-    add("--cpu-offload", action="store_true", help="keep shards in host memory")
     add = parser.add_argument_group("every N steps").add_argument
     add("--log-freq", default=10, type=at_least(1), help="steps between log lines")
     add("--eval-freq", default=200, type=at_least(1), help="steps between evaluations")
@@ -104,14 +81,12 @@ def get_args() -> argparse.Namespace:
         help="steps between checkpoints, of those that log",
     )
     add("--keep-checkpoints", default=2, type=at_least(1), help="how many checkpoints to keep")
-    add("--async-checkpoint", action="store_true", help="train while a checkpoint is written")
     return parser.parse_args()
 
 
 @record  # lets torchrun report the exception of the rank that failed first
 def main() -> None:
-    # Sets RANK and the like for a process that torchrun did not start.
-    launch.prepare_environment()
+    launch.prepare_environment()  # sets RANK and the like from the variables of srun or mpirun
     args = get_args()
 
     # --- setup ---
@@ -120,8 +95,8 @@ def main() -> None:
     world_size = int(os.environ["WORLD_SIZE"])
     local_rank = int(os.environ["LOCAL_RANK"])  # the rank within this machine
     device = torch.device("cpu")
-    if torch.cuda.is_available():  # a launcher may show each process only its own GPU
-        device = torch.device("cuda", local_rank % torch.cuda.device_count())
+    if torch.cuda.is_available():
+        device = torch.device("cuda", launch.gpu_of(local_rank))
         torch.cuda.set_device(device)  # "cuda" without a number means this GPU from here on
     # GPUs multiply float32 matrices in TF32: the range of float32, about 3 decimal digits.
     torch.set_float32_matmul_precision("high" if device.type == "cuda" else "highest")
@@ -132,11 +107,11 @@ def main() -> None:
         signal.signal(number, lambda received, frame: stop_signals.append(received))
     # If a rank does not join a collective, the others fail after --dist-timeout seconds.
     dist.init_process_group(
-        "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo",  # shards may be on the host
+        "nccl" if device.type == "cuda" else "gloo",
         timeout=datetime.timedelta(seconds=args.dist_timeout),
         device_id=device if device.type == "cuda" else None,  # NCCL connects now, not later
     )
-    launch.check_arguments(args)
+    launch.check_arguments(args)  # each node was given its own
 
     # --- model ---
     tokenizer = models.load_tokenizer(args.tokenizer_name or args.model_name)
@@ -154,44 +129,29 @@ def main() -> None:
     full_model = model
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    for parameter in model.parameters():  # buffers stay in float32: rotary tables need it
-        parameter.data = parameter.data.to(getattr(torch, args.param_dtype))
-    layers = next(m for m in model.modules() if isinstance(m, torch.nn.ModuleList))
-    if args.activation_checkpointing != "none":
-        # The backward pass of a layer recomputes what its forward pass did not save.
-        selective = partial(create_selective_checkpoint_contexts, SAVED_OPS)
-        options = {"context_fn": selective} if args.activation_checkpointing == "selective" else {}
+    # In each model of transformers, the first ModuleList has the layers.
+    layers = next((m for m in model.modules() if isinstance(m, torch.nn.ModuleList)), None)
+    if layers is None:
+        raise cli.RunError(f"{args.model_name} has no list of layers to shard: give another -m.")
+    if args.activation_checkpointing:  # a layer's backward pass repeats its forward pass
         for layer in layers:
-            layer.forward = partial(recompute, layer.forward, use_reentrant=False, **options)
-    sharding = {"mesh": init_device_mesh(device.type, (world_size,), mesh_dim_names=("shard",))}
-    if args.hsdp:  # two dimensions: replicate over nodes, shard within each node
-        local_ranks = list(launch.gather({rank: local_rank}).values())
-        n_nodes, rest = divmod(world_size, size := max(local_ranks) + 1)
-        if n_nodes == 1 or rest or local_ranks != [*range(size)] * n_nodes:
-            raise cli.RunError("--hsdp needs several nodes, with equally many ranks on each.")
-        names = ("replicate", "shard")
-        # With --cpu-offload, the new groups reduce tensors in host memory, too.
-        backends = dict.fromkeys(names, dist.get_backend_config())
-        sharding["mesh"] = init_device_mesh(
-            device.type, (n_nodes, size), mesh_dim_names=names, backend_override=backends
-        )
-    if args.cpu_offload:
-        sharding["offload_policy"] = CPUOffloadPolicy(pin_memory=device.type == "cuda")
+            layer.forward = partial(recompute, layer.forward, use_reentrant=False)
+    mesh = init_device_mesh(device.type, (world_size,), mesh_dim_names=("shard",))
+    sharding = {"mesh": mesh}
     # Each rank stores some rows of each parameter, as a DTensor. FSDP all-gathers one layer at a
     # time when it is needed, and everything outside of the layers with the root module.
     for layer in layers:
-        fully_shard(layer, reshard_after_forward=args.reshard_after_forward, **sharding)
+        fully_shard(layer, **sharding)
     fully_shard(model, **sharding)
     total_bytes = sum(parameter.nbytes for parameter in model.parameters())
     local_bytes = sum(parameter.to_local().nbytes for parameter in model.parameters())
     logger.info(f"rank 0 holds {local_bytes:,} of the weights' {total_bytes:,} bytes")
-    shard_device = "cpu" if args.cpu_offload else device
     # Allocate the shards. Then rank 0 broadcasts the weights, one tensor after the other, and each
     # rank keeps its part. Buffers are not sharded, and some are in no state dict (rotary tables).
-    model.to_empty(device=shard_device)
+    model.to_empty(device=device)
     weights = full_model.state_dict() if rank == 0 else {}
-    flags = {"full_state_dict": True, "broadcast_from_rank0": True, "cpu_offload": args.cpu_offload}
-    set_model_state_dict(model, weights, options=StateDictOptions(**flags))
+    options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
+    set_model_state_dict(model, weights, options=options)
     for name, buffer in list(model.named_buffers()):
         *path, last = name.split(".")
         source = full_model.get_buffer(name) if rank == 0 else buffer
@@ -218,6 +178,11 @@ def main() -> None:
     # What does not fit on the devices at once is accumulated in equal micro-batches.
     limit = min(share, args.batch_size)
     micro_batch_size = max(size for size in range(1, limit + 1) if share % size == 0)
+    if 2 * micro_batch_size <= limit:  # for example with a prime share
+        logger.warning(
+            f"micro-batches have only {micro_batch_size} sequences, not {limit}, because they must "
+            f"divide the {share} sequences of each device: another --global-batch-size is faster"
+        )
     accumulation = share // micro_batch_size
     # The order depends on seed and epoch only. Each rank takes every world_size-th sample of it.
     sampler = ResumableSampler(train_data, num_replicas=world_size, rank=rank, seed=args.seed)
@@ -226,12 +191,9 @@ def main() -> None:
         batch_size=micro_batch_size,
         sampler=sampler,
         drop_last=True,  # all micro-batches have the same size, so their losses can be averaged
-        num_workers=args.num_workers,
-        timeout=300 if args.num_workers else 0,  # seconds, after which a stuck worker is an error
         pin_memory=device.type == "cuda",  # lets the copy to the GPU overlap with computation
         # An iterator draws a seed when it starts. Its own generator keeps torch's RNG unchanged.
         generator=torch.Generator(),
-        worker_init_fn=launch.ignore_stop_signals,  # the signals reach data workers, too
     )
     # All batches have the same shape: torch.compile would recompile for a smaller last batch.
     eval_data = eval_data.sample(args.eval_sequences).pad_to_multiple(micro_batch_size * world_size)
@@ -276,19 +238,19 @@ def main() -> None:
     # Saved with the weights, the optimizer and the schedule: all that the next step depends on.
     state = {"step": 0}
     # What must not change when a run resumes, for example --lr. The batch per device may change.
-    settings = fixed_settings(args, model, train_data, total_steps)
+    settings = fixed_settings(
+        args=args,
+        model=model,
+        train_data=train_data,
+        total_steps=total_steps,
+    )
     checkpoints = Checkpoints(args, run_dir, settings)
-    if args.async_checkpoint:  # a thread writes them while the training goes on
-        checkpoints.write_in_background(args.dist_timeout)
     if checkpoints.load(model, optimizer, lr_scheduler, state):
         logger.info(f"resumed after step {state['step']} of {total_steps}")
     if state["step"] == total_steps:
         logger.info(
             "all steps of this run are done; to train longer, start a new run: give another -e"
         )
-        dist.barrier()
-        dist.destroy_process_group()
-        return
 
     # --- train ---
     tokens_per_step = args.global_batch_size * args.seq_length
@@ -296,9 +258,7 @@ def main() -> None:
         f"each step: {micro_batch_size} sequences x world size {world_size} x accumulation "
         f"{accumulation} = {args.global_batch_size} sequences = {tokens_per_step} tokens"
     )
-    # wandb measures the machine it runs on, so --track-nodes starts a wandb run on each node.
-    node = socket.gethostname() if args.track_nodes and local_rank == 0 else None
-    tracker = Tracker(run_dir, {**vars(args), **settings}, state["step"], node)
+    tracker = Tracker(run_dir, {**vars(args), **settings}, state["step"])
     progress_bar = cli.progress("training", total=total_steps, initial=state["step"])
     token_flops = flops_per_token(model, config, args.seq_length)
     timers = PhaseTimers(device)
@@ -306,12 +266,14 @@ def main() -> None:
     running_loss = torch.zeros((), device=device)  # sum of the losses since then
     barrier_tensor = torch.zeros((), device=device)
     batches = None
+    stop = False
     model.train()  # turns dropout on, if the model has any
-    # Python's garbage collector would pause some steps for up to 0.4 s. From here on it runs only
-    # with a checkpoint, and it ignores all objects that exist now.
+    # Python's garbage collector would pause some steps for up to 0.4 s, and with several devices a
+    # pause of one stops them all. From here on it runs only with a checkpoint, and it ignores all
+    # objects that exist now.
     gc.freeze()
     gc.disable()
-    while state["step"] < total_steps:
+    while state["step"] < total_steps and not stop:
         epoch, epoch_step = divmod(state["step"], steps_per_epoch)
         if batches is None or epoch_step == 0:
             # Each epoch has its own order. A resumed run skips the samples it has trained on.
@@ -328,7 +290,7 @@ def main() -> None:
                 batch = {key: t.to(device, non_blocking=True) for key, t in batch.items()}
             # Gradients add up locally until the last backward pass averages them over the ranks.
             last_backward = micro_batch == accumulation - 1
-            model.set_requires_gradient_sync(last_backward or args.reduce_every_backward)
+            model.set_requires_gradient_sync(last_backward)
             if will_log:  # with FSDP, the forward pass waits for all ranks, too
                 with timers("wait"):
                     dist.all_reduce(barrier_tensor)
@@ -354,7 +316,6 @@ def main() -> None:
         state["step"] += 1
         progress_bar.update()
         last = state["step"] == total_steps
-        stop = False
         metrics = {"step": state["step"]}
         # In these steps the host waits for the GPU, because it reads numbers from its memory.
         if state["step"] % args.log_freq == 0 or last:
@@ -393,21 +354,16 @@ def main() -> None:
         if state["step"] % args.ckpt_freq == 0 or last or stop:
             with timers("save"):  # if the process is killed here, the previous checkpoint is valid
                 gc.collect()
+                # The state dicts hold DTensors: each rank writes the rows that it has. A run on
+                # another number of ranks reads the rows that it needs.
                 checkpoints.save(model, optimizer, lr_scheduler, state)
-        if stop:
-            break
     progress_bar.close()
-    checkpoints.finish()  # waits until the last checkpoint is written
     tracker.finish()
-    if stop:
-        status = launch.ask_for_requeue(run_dir, state["step"])  # tells the job script
-        del batches  # ends the data workers
-        dist.barrier()
-        dist.destroy_process_group()
-        sys.exit(status)
+    status = launch.ask_for_requeue(run_dir, state["step"]) if stop else 0  # tells the job script
     logger.info(f"to generate text with the model: python 01-single-gpu/generate.py {run_dir}")
     dist.barrier()  # a rank that exits early would look like a failure to the other ranks
     dist.destroy_process_group()
+    sys.exit(status)
 
 
 @torch.no_grad()

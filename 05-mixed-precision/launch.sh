@@ -4,8 +4,8 @@
 # train_llm.py.
 #
 #   bash 05-mixed-precision/launch.sh
-#   NPROC_PER_NODE=4 bash 05-mixed-precision/launch.sh --precision fp16
-#   NNODES=2 HEAD=node1:29400 bash 05-mixed-precision/launch.sh -e my-run --hsdp
+#   NPROC_PER_NODE=4 bash 05-mixed-precision/launch.sh --precision tf32
+#   NNODES=2 HEAD=node1:29400 bash 05-mixed-precision/launch.sh -e my-run
 set -euo pipefail
 export LAUNCH_FILE=05-mixed-precision/launch.sh
 exec bash "$(dirname "${BASH_SOURCE[0]}")/../03-multi-node/launch_torchrun.sh" "$@"

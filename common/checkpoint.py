@@ -11,9 +11,6 @@ it was.
 """
 
 import argparse
-import atexit
-import concurrent.futures
-import datetime
 import json
 import logging
 import os
@@ -26,19 +23,21 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint import CheckpointException
 from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
-from torch.distributed.checkpoint.staging import BlockingAsyncStager
-from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
+from torch.distributed.checkpoint.state_dict import (
+    StateDictOptions,
+    get_state_dict,
+    set_state_dict,
+)
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PretrainedConfig
 
 from common import launch, storage
-from common.cli import RunError, is_rank_0
+from common.cli import RunError
 from common.data import Sequences
 
 try:
@@ -57,16 +56,14 @@ SOURCES = ("dataset_name", "dataset_subset", "text_column", "model_name", "token
 # here: with another value, the run would be another training.
 MAY_CHANGE = (
     *SOURCES,
-    *("experiment_name", "save_dir", "checkpoint_dir", "keep_checkpoints", "async_checkpoint"),
+    *("experiment_name", "save_dir", "checkpoint_dir", "keep_checkpoints"),
     *("log_freq", "eval_freq", "eval_sequences", "ckpt_freq", "num_epochs", "max_steps"),
-    *("batch_size", "num_workers", "dist_timeout", "track_nodes", "compile"),
-    # What a rank stores, sends and computes again, but not the result.
-    *("zero1", "hsdp", "cpu_offload", "reshard_after_forward", "reduce_every_backward"),
-    "activation_checkpointing",
-    *("tensor_parallel", "context_parallel", "ulysses"),  # of two diffs of chapter 5
+    *("batch_size", "dist_timeout", "compile", "activation_checkpointing"),
 )
+NOT_COMPARED = ("sources", "of_variant")
 # Settings that are not arguments, and what they depend on.
 ORIGINS = {
+    "param_dtype": " (see the variants bfloat16-weights and pure-bfloat16)",
     "model": " (see --model-name and --tokenizer-name)",
     "dataset_checksum": " (see --dataset-name)",
     "total_steps": " (see --max-steps and --num-epochs)",
@@ -74,17 +71,22 @@ ORIGINS = {
 # Not compared: entries of a model's configuration that say nothing about what it computes.
 NAMES = ("_name_or_path", "transformers_version", "architectures", "dtype", "use_cache")
 SEEN_WITHIN_S = 10.0  # a network file system shows a new file to other nodes after some seconds
-LAST_WRITE_S = 60  # that an exit waits for an asynchronous checkpoint; other ranks may be gone
 
 
 def fixed_settings(
-    args: argparse.Namespace, model: nn.Module, train_data: Sequences, total_steps: int
+    args: argparse.Namespace,
+    model: nn.Module,
+    train_data: Sequences,
+    total_steps: int,
+    **of_variant: object,
 ) -> dict[str, object]:
     """Return, as JSON values, everything that must not change when a run is resumed.
 
     model: without a wrapper such as DDP; it is described by its configuration. A data set is
     identified by a checksum of its tokens. "sources" has the names of data set, model and
     tokenizer, which may change; local paths are absolute.
+    of_variant: what a variant of a script computes in another way, by name; a script without such
+    an entry refuses to resume the run. None stands for an argument of a variant that may change.
     """
     sources = {name: getattr(args, name) for name in SOURCES}
     for name, value in sources.items():
@@ -92,12 +94,19 @@ def fixed_settings(
             sources[name] = str(Path(value).absolute())
     settings = {
         "dataset_checksum": train_data.digest,
+        "param_dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
         "seq_length": args.seq_length,
         "global_batch_size": args.global_batch_size,
         "total_steps": total_steps,  # after those that it depends on: the first one is reported
-        **{name: value for name, value in vars(args).items() if name not in MAY_CHANGE},
+        **{
+            name: value
+            for name, value in vars(args).items()
+            if name not in MAY_CHANGE and name not in of_variant
+        },
+        **{name: value for name, value in of_variant.items() if value is not None},
         **describe(model.config),
         "sources": sources,
+        "of_variant": sorted(name for name, value in of_variant.items() if value is not None),
     }
     return json.loads(json.dumps(settings))
 
@@ -111,10 +120,15 @@ def describe(config: PretrainedConfig) -> dict[str, object]:
 def difference(saved: dict, given: dict) -> str | None:
     """Return in words the first setting with another value, or None.
 
-    What only one of the two has is not compared, so another chapter can resume the run.
+    What only one of the two has is not compared, so another chapter can resume the run, except
+    what a variant computes in another way than its chapter.
     """
+    for name in saved.get("of_variant", []) + given["of_variant"]:
+        if saved.get(name) != given.get(name):
+            before, now = (each.get(name, "the chapter's") for each in (saved, given))
+            return f"{name} {before}, not {now} (see make variant)"
     for name, value in given.items():
-        if name != "sources" and saved.get(name, value) != value:
+        if name not in NOT_COMPARED and saved.get(name, value) != value:
             kind = name.split()[0]
             setting = name if kind in ORIGINS else f"--{name.replace('_', '-')}"
             return f"{setting} {saved[name]}, not {value}{ORIGINS.get(kind, '')}"
@@ -125,8 +139,8 @@ class Checkpoints:
     """The checkpoints of a run: in its folder or, with --checkpoint-dir, in a folder or a store.
 
     All ranks must make one, and call each method. settings: from fixed_settings. `step` is that of
-    the newest checkpoint that all ranks know to be complete, or 0: an asynchronous one counts from
-    the next `save` or `finish` on. Raises RunError if not all ranks see the same folder.
+    the newest checkpoint that all ranks know to be complete, or 0. Raises RunError if not all ranks
+    see the same folder.
     """
 
     def __init__(self, args: argparse.Namespace, run_dir: Path, settings: dict) -> None:
@@ -135,24 +149,7 @@ class Checkpoints:
         if args.checkpoint_dir:
             self.folder = storage.as_path(args.checkpoint_dir) / run_dir.name
         self.step = 0
-        self._group: dist.ProcessGroup | None = None
-        self._writing: tuple[Path, concurrent.futures.Future] | None = None
         check_that_all_see(self.folder)
-
-    def write_in_background(self, timeout_s: int) -> None:
-        """From now on, let `save` return when all tensors are copied to host memory.
-
-        A thread writes the copy. It talks to the other ranks in its own gloo group: in the default
-        group, its messages could not be told from those of the training. timeout_s: how long a rank
-        waits for the other ranks to write their files, in seconds.
-        """
-        timeout = datetime.timedelta(seconds=timeout_s)
-        self._group = dist.new_group(backend="gloo", timeout=timeout)
-        # A GPU copies several times as fast to pinned memory. Pinning is slow, so the memory is
-        # used again. In PyTorch 2.11, DefaultStager can copy only once:
-        # https://github.com/pytorch/pytorch/issues/183413.
-        self._stager = BlockingAsyncStager(cache_staged_state_dict=torch.cuda.is_available())
-        atexit.register(self._finish_alone)  # after an error elsewhere
 
     def save(
         self, model: nn.Module, optimizer: Optimizer, lr_scheduler: LRScheduler, state: dict
@@ -162,26 +159,13 @@ class Checkpoints:
         state: "step", and other values that are equal on all ranks. Raises RunError if the
         checkpoint cannot be written, for example on a full disk; the previous one is kept.
         """
-        self.finish()
         content = collect_content(model, optimizer, lr_scheduler, state)
         folder = self.folder / f"step-{state['step']:08d}"
         on_rank_0(self._prepare, folder)
-        if self._group is None:
-            self._complete(folder, lambda: dcp.save(content, storage_writer=writer_of(folder)))
-            return
-        future = dcp.async_save(
-            content,
-            storage_writer=writer_of(folder),
-            process_group=self._group,
-            async_stager=self._stager,
-        )
-        self._writing = folder, future
+        self._write(content, folder)
 
-    def finish(self) -> None:
-        """Wait until the last checkpoint is complete; raises what `save` would raise."""
-        if self._writing is not None:
-            (folder, future), self._writing = self._writing, None
-            self._complete(folder, future.result)
+    def _write(self, content: dict, folder: Path) -> None:
+        self._complete(folder, lambda: dcp.save(content, storage_writer=writer_of(folder)))
 
     def load(
         self, model: nn.Module, optimizer: Optimizer, lr_scheduler: LRScheduler, state: dict
@@ -207,17 +191,14 @@ class Checkpoints:
         # For a new optimizer, DCP makes the moments that are loaded into, by a step of size 0.
         content = collect_content(model, optimizer, lr_scheduler, state)
         read_files(path, content, "try again, or delete it to resume from an older checkpoint")
-        local_optimizer = _local_optimizer(optimizer)
         set_state_dict(
             model,
-            local_optimizer,
+            optimizer,
             model_state_dict=content["model"],
             optim_state_dict=content["optimizer"],
+            # read_files has checked this rank's names; it may hold a part of the moments only.
+            options=StateDictOptions(strict=False),
         )
-        # With ZeRO-1, these are not the same groups.
-        groups = zip(optimizer.param_groups, local_optimizer.param_groups, strict=True)
-        for group, loaded in groups:
-            group |= {key: value for key, value in loaded.items() if key != "params"}
         lr_scheduler.load_state_dict(content["lr_scheduler"])
         state.update(content["state"])
         rank, _ = launch.rank_and_world_size()
@@ -281,17 +262,6 @@ class Checkpoints:
             except OSError as error:  # another node may still read it; the next save tries again
                 logger.warning(f"{old} could not be deleted: {reason_of(error)}")
 
-    def _finish_alone(self) -> None:
-        """At exit, wait for the checkpoint that is being written, and note it if it is complete."""
-        if self._writing is None:
-            return
-        folder, future = self._writing
-        if not future.done():
-            logger.info("waiting until the checkpoint is written")
-        done, _ = concurrent.futures.wait([future], LAST_WRITE_S)
-        if done and future.exception() is None and is_rank_0():
-            self._commit(folder)
-
 
 # --- what a checkpoint contains ---
 
@@ -302,13 +272,7 @@ def collect_content(
     """Return what a checkpoint contains, by name; all ranks must call this."""
     rank, _ = launch.rank_and_world_size()
     # The names are those of the bare model, whatever wraps it, and sharded tensors stay sharded.
-    model_state, optimizer_state = get_state_dict(model, _local_optimizer(optimizer))
-    # With ZeRO-1, only the outer optimizer has all parameters and the learning rate of this step.
-    names = {parameter: name for name, parameter in model.named_parameters()}
-    optimizer_state["param_groups"] = [
-        {**group, "params": [names[parameter] for parameter in group["params"]]}
-        for group in optimizer.param_groups
-    ]
+    model_state, optimizer_state = get_state_dict(model, optimizer)
     rng = {"torch": torch.get_rng_state()}
     if torch.cuda.is_available():
         rng["cuda"] = torch.cuda.get_rng_state()
@@ -319,11 +283,6 @@ def collect_content(
         "state": state,
         f"rng-{rank}": rng,
     }
-
-
-def _local_optimizer(optimizer: Optimizer) -> Optimizer:
-    """Return the optimizer that has this rank's moments; ZeroRedundancyOptimizer wraps it."""
-    return getattr(optimizer, "optim", optimizer)
 
 
 def read_files(path: Path, content: dict, remedy: str, **options: object) -> None:

@@ -18,6 +18,8 @@ from typing import IO, NoReturn
 import torch
 import tqdm
 
+from common import old_flags, variants
+
 HEAD_START_S = 5.0  # how long other ranks let rank 0 report an error before they exit
 
 # Only these variables are logged, because an environment also contains tokens and passwords.
@@ -54,7 +56,37 @@ class ArgumentParser(argparse.ArgumentParser):
         # torch.distributed.launch adds --local-rank=N. It also sets LOCAL_RANK, as torchrun does.
         words = sys.argv[1:] if args is None else args
         words = [word for word in words if not word.startswith("--local-rank=")]
-        return super().parse_known_args(words, namespace)
+        return super().parse_known_args(self._without_old_flags(words), namespace)
+
+    def _without_old_flags(self, words: list[str]) -> list[str]:
+        script = Path(sys.argv[0])
+        if script.name != "train_llm.py":
+            return words
+        words = self._with_files(words)
+        if not {word.partition("=")[0] for word in words} & old_flags.OLD_FLAGS.keys():
+            return words
+        try:
+            words, warnings = old_flags.translate(words, script, self.format_help())
+        except old_flags.OldFlagError as error:
+            self.error(str(error))
+        for warning in warnings:
+            self._print_message(f"{self.prog}: warning: {warning}\n", sys.stderr)
+        return words
+
+    def _with_files(self, words: list[str]) -> list[str]:
+        """Return the arguments with those of each @file in its place."""
+        found = []
+        for word in words:
+            if word.startswith("@"):
+                try:
+                    lines = Path(word[1:]).read_text(encoding="utf-8").splitlines()
+                except (OSError, UnicodeError) as error:
+                    self.error(f"cannot read {word[1:]}: {error}")
+                for line in lines:
+                    found += self._with_files(self.convert_arg_line_to_args(line))
+            else:
+                found.append(word)
+        return found
 
     def convert_arg_line_to_args(self, arg_line: str) -> list[str]:
         try:
@@ -137,6 +169,12 @@ def start_log(args: argparse.Namespace, device: torch.device) -> None:
         format=f"[%(asctime)s] {place}%(message)s",
         handlers=[ProgressHandler()],
     )
+    for line, level in zip(
+        variants.describe_folder(Path(sys.argv[0]).parent),
+        (logging.INFO, logging.WARNING),
+        strict=False,
+    ):
+        logging.log(level, line)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     environment = {k: v for k, v in sorted(os.environ.items()) if LOGGED_ENVIRONMENT.fullmatch(k)}
     logging.info(

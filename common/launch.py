@@ -3,7 +3,6 @@
 import argparse
 import atexit
 import ctypes
-import multiprocessing
 import os
 import re
 import signal
@@ -46,9 +45,8 @@ PR_SET_PDEATHSIG = 1  # https://man7.org/linux/man-pages/man2/PR_SET_PDEATHSIG.2
 def prepare_environment() -> None:
     """Set torchrun's variables from those of srun or mpirun, or for a single process.
 
-    On Linux, a process under torchrun also asks to be killed when torchrun dies. Raises RunError
-    if some variables are missing, or if this machine has more processes than GPUs (a machine
-    without GPUs may have any number of processes).
+    Raises RunError if some variables are missing, or if this machine has more processes than GPUs
+    (a machine without GPUs may have any number of processes).
     """
     for names in LAUNCHERS:
         if all(name in os.environ for name in names):
@@ -65,24 +63,31 @@ def prepare_environment() -> None:
                 "one cannot know its rank: start it with torchrun, srun or Open MPI's mpirun, or "
                 "set RANK, WORLD_SIZE and LOCAL_RANK; WORLD_SIZE=1 trains in one process."
             )
-    if "TORCHELASTIC_RUN_ID" in os.environ:
-        # A torchrun that is killed leaves its workers behind, which would keep the GPUs busy.
-        end_with_parent()
     present = [name for name in RANK_VARIABLES if name in os.environ]
     # srun and mpirun set no address, and a single process needs none.
     if not present or os.environ.get("WORLD_SIZE") == "1":
         os.environ |= {**SINGLE_PROCESS, **os.environ, "RANK": "0", "LOCAL_RANK": "0"}
     if missing := [name for name in RANK_VARIABLES if name not in os.environ]:
         raise RunError(f"{present[0]} is set but {missing[0]} is not: use torchrun, or set both.")
-    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", int(os.environ["LOCAL_RANK"]) + 1))
+    if torch.cuda.device_count():
+        gpu_of(int(os.environ["LOCAL_RANK"]))
+
+
+def gpu_of(local_rank: int) -> int:
+    """Return the number of this process's GPU, among those that the process sees.
+
+    Raises RunError if this machine has more processes than GPUs: NCCL refuses to share a GPU.
+    """
     n_gpus = torch.cuda.device_count()
-    # srun --gpus-per-task=1 shows each process only its own GPU. NCCL refuses to share a GPU.
-    may_differ = n_gpus == 1 and "LOCAL_WORLD_SIZE" not in os.environ
-    if 0 < n_gpus < local_size and not may_differ:
+    if n_gpus == 1 and "LOCAL_WORLD_SIZE" not in os.environ:
+        return 0  # srun --gpus-per-task=1 shows each process only its own GPU
+    local_size = int(os.environ.get("LOCAL_WORLD_SIZE", local_rank + 1))
+    if local_size > n_gpus:
         raise RunError(
             f"{local_size} processes on this machine need {local_size} GPUs and PyTorch sees "
             f"{n_gpus}: start as many processes as GPUs (torchrun --nproc-per-node gpu)."
         )
+    return local_rank
 
 
 def end_with_parent() -> None:
@@ -92,6 +97,10 @@ def end_with_parent() -> None:
 
 
 # --- ranks ---
+
+# DDP must not free the process group when main() returns. It would wait for gloo's threads with
+# Python's global lock held, and they may wait for the lock: the process would not end.
+_kept_groups: list[dist.ProcessGroup] = []
 
 
 def rank_and_world_size() -> tuple[int, int]:
@@ -109,7 +118,12 @@ def gather(part: dict) -> dict:
 
 
 def check_agreement(facts: dict[str, object], remedy: str) -> None:
-    """Raise RunError if a value differs from the one of rank 0; all ranks must call this."""
+    """Raise RunError if a value differs from the one of rank 0; all ranks must call this.
+
+    Each script that makes a process group calls this; so it also keeps the group.
+    """
+    if dist.is_initialized():
+        _kept_groups.append(dist.group.WORLD)
     rank, _ = rank_and_world_size()
     by_rank = gather({rank: (facts, socket.gethostname())})
     expected, host_0 = by_rank[0]
@@ -122,18 +136,11 @@ def check_agreement(facts: dict[str, object], remedy: str) -> None:
                 )
 
 
-# DDP must not free the process group when main() returns. It would wait for gloo's threads with
-# Python's global lock held, and they may wait for the lock: the process would not end.
-_kept_groups: list[dist.ProcessGroup] = []
-
-
 def check_arguments(args: argparse.Namespace) -> None:
     """Raise RunError on all ranks if they have different arguments; all ranks must call this.
 
-    With other arguments, a rank could call other collectives. Paths may differ between nodes. Each
-    script that makes a process group calls this next; so it also keeps the group.
+    With other arguments, a rank could call other collectives. Paths may differ between nodes.
     """
-    _kept_groups.append(dist.group.WORLD)
     given = {name: value for name, value in vars(args).items() if name not in PATHS}
     check_agreement(given, "give all nodes the same arguments")
 
@@ -148,6 +155,8 @@ def run(main: Callable[[], None]) -> NoReturn:
     RunError, a full disk and a missing permission; 1, after two lines, if other ranks cannot be
     reached; and 130 after Ctrl-C. Every other exception shows its traceback, and the status is 1.
     """
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        end_with_parent()  # a torchrun that is killed would leave its workers behind
     try:
         main()
     except SystemExit as error:
@@ -165,7 +174,6 @@ def run(main: Callable[[], None]) -> NoReturn:
 
 def _end_with(error: Exception) -> NoReturn:
     """Print an error and exit. Other ranks give rank 0 the time to say it in a sentence first."""
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)  # PyTorch's handler raises for a dead data worker
     sentence, status = _explain(error)
     if sentence is None:
         traceback.print_exception(error)
@@ -220,9 +228,6 @@ def _exit(status: int) -> NoReturn:
         sys.exit(status)
     if not dist.is_initialized():
         threading._shutdown()  # waits for Python's threads, as sys.exit() does
-    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-    for worker in multiprocessing.active_children():
-        worker.kill()  # data workers ignore SIGTERM, and an exit handler waits for them
     atexit._run_exitfuncs()  # includes the one of wandb
     sys.stdout.flush()
     sys.stderr.flush()
@@ -233,12 +238,6 @@ def signals_to_handle() -> list[signal.Signals]:
     """Return the signals that tell a rank to stop; nohup makes it ignore one, the hang-up."""
     hang_up = [] if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else [signal.SIGHUP]
     return [signal.SIGTERM, signal.SIGUSR1, *hang_up]
-
-
-def ignore_stop_signals(worker: int) -> None:
-    """Make a data worker ignore the signals that tell its rank to stop; the rank ends it."""
-    for number in signals_to_handle():
-        signal.signal(number, signal.SIG_IGN)
 
 
 def restore_stop_handlers() -> None:

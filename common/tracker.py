@@ -99,20 +99,17 @@ class Tracker:
     config: what wandb stores in addition to the metrics (arguments, sizes, "total_steps").
     step: how many steps are done. Lines of later steps, which a run that was killed may have left,
         are removed, because those steps are trained again.
-    node: None or, on one rank of each node, the name of the node. Then these ranks report to wandb,
-        too, so that wandb shows the utilization of each node. All of them are one group.
     """
 
-    def __init__(self, run_dir: Path, config: dict, step: int, node: str | None = None) -> None:
+    def __init__(self, run_dir: Path, config: dict, step: int) -> None:
         rank, _ = rank_and_world_size()
         self._file = self._wandb = None
         self._total_steps = config["total_steps"]
         if rank == 0:
             self._file = _open_metrics(run_dir, step)
         # wandb takes a second to import, so it is not imported if it is not wanted at all.
-        if (rank == 0 or node) and os.environ.get("WANDB_MODE") != "disabled":
-            suffix = "" if rank == 0 else f"-{node}"
-            self._wandb = _start_wandb(run_dir, config, suffix, run_dir.name if node else None)
+        if rank == 0 and os.environ.get("WANDB_MODE") != "disabled":
+            self._wandb = start_wandb(run_dir, config)
 
     def log(self, metrics: dict[str, float | str | None]) -> None:
         """Write the metrics of a step, including "step", at once, so that a kill loses no line.
@@ -179,7 +176,8 @@ def _run_id(run_dir: Path, name: str) -> str:
     return file.read_text()
 
 
-def _start_wandb(run_dir: Path, config: dict, suffix: str, group: str | None):
+def start_wandb(run_dir: Path, config: dict, suffix: str = ""):
+    """Start or resume a wandb run and return it. suffix: of its name and of the file of its id."""
     os.environ.setdefault("WANDB_ERROR_REPORTING", "false")  # sends errors even in offline mode
     os.environ.setdefault("WANDB_SAVE_CODE", "true")  # unless WANDB_DISABLE_CODE is set
     import wandb
@@ -189,7 +187,6 @@ def _start_wandb(run_dir: Path, config: dict, suffix: str, group: str | None):
         "dir": run_dir,
         "name": os.environ.get("WANDB_NAME", run_dir.name) + suffix,
         "id": _run_id(run_dir, run_dir.name + suffix),
-        "group": group,
         "resume": "allow",  # continue the run with this id if there is one
         "config": config,
     }

@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from common import checkpoint, cli
+from common import checkpoint, cli, variants
 
 ROOT = Path(__file__).parents[1]
 CHAPTERS = sorted(path.parent.name for path in ROOT.glob("[0-9][0-9]-*/train_llm.py"))
@@ -114,6 +114,18 @@ def copy_repository(folder: Path) -> None:
                 shutil.copyfile(path, folder / ".venv" / path.name)
             else:
                 (folder / ".venv" / path.name).symlink_to(path)
+
+
+def make_variant(folder: Path, chapter: str, *names: str) -> Path:
+    """Make a variant of a chapter in a folder of a test; the runner takes it as a chapter.
+
+    A variant that a name needs must be named, too. Its launch files only work in variants/.
+    """
+    number = int(chapter[:2])
+    made = folder / "+".join([chapter, *sorted(names)])
+    made.mkdir(parents=True)
+    variants.fill(made, Path("variants", made.name), chapter, variants.choose(number, list(names)))
+    return made
 
 
 def launch_file(chapter: str) -> Path:

@@ -1,4 +1,4 @@
-"""Causal attention for ranks that share each sequence; diffs/context-parallel.diff uses it.
+"""Causal attention for ranks that share each sequence; context-parallel.diff uses it.
 
 There are two ways. A rank keeps its queries, and gathers the keys and values of all positions:
 attend_to_gathered_keys. Or the ranks exchange positions for heads, so that each has all positions

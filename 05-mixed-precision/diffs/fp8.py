@@ -1,6 +1,5 @@
-"""Which precisions a device supports, and linear layers that run their matmuls in fp8."""
+"""Linear layers that run their matmuls in fp8; fp8.diff uses them."""
 
-import argparse
 from collections.abc import Callable, Iterable
 from functools import partial
 
@@ -11,76 +10,30 @@ from transformers.pytorch_utils import Conv1D
 
 from common.cli import RunError
 
-DEFAULT = "bf16"
-# The dtype of gathered weights and activations. fp32 and tf32 compute with the float32 weights.
-COMPUTE_DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp8": torch.bfloat16}
-SMALLEST_SCALE = 2**-14  # 30 halvings of the initial 2**16
 FP8_CAPABILITY = (8, 9)  # Ada, Hopper and later: https://developer.nvidia.com/cuda-gpus
 FP8_MULTIPLE = 16  # cuBLAS needs fp8 matrices whose sides are multiples of 16
-
-
-def check_precision(args: argparse.Namespace, device: torch.device) -> str:
-    """Return the precision to compute in: args.precision, or bf16 if it is None.
-
-    With --param-dtype bfloat16 the answer is "tf32": nothing is cast, as in chapters 1 to 4.
-    Raises RunError if both flags are given, or if the device does not support the precision.
-    """
-    precision = args.precision
-    if args.param_dtype != "float32":
-        if precision is not None:
-            raise RunError(
-                f"--precision {precision} needs float32 weights, but --param-dtype is "
-                f"{args.param_dtype}: give only one of the two flags."
-            )
-        return "tf32"
-    precision = precision or DEFAULT
-    if precision in ("bf16", "fp16"):
-        try:
-            ones = torch.ones(8, 8, dtype=COMPUTE_DTYPES[precision], device=device)
-            ones @ ones
-        except RuntimeError as error:
-            raise RunError(
-                f"This device ({_device_name(device)}) does not support --precision {precision}: "
-                "give another one; fp32 works on every device."
-            ) from error
-    if precision == "fp8":
-        check_fp8(device)
-    return precision
 
 
 def check_fp8(device: torch.device) -> None:
     """Raise RunError if the device has no fp8, or if torchao is not installed."""
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
         raise RunError(
-            "--precision fp8 needs a GPU of compute capability 8.9 or higher and this device is "
-            f"{_device_name(device)}: give --precision bf16."
+            "fp8 needs a GPU of compute capability 8.9 or higher and this device is "
+            f"{_name_of(device)}: leave out fp8.diff."
         )
     try:
         import torchao.float8  # noqa: F401  imported here because the import takes seconds
     except ImportError as error:
         raise RunError(
-            "--precision fp8 needs torchao: install it with pip install torchao, or give "
-            "--precision bf16."
+            "fp8 needs torchao: install it with pip install torchao, or leave out fp8.diff."
         ) from error
 
 
-def check_scale(scale: float) -> None:
-    """Raise RunError if halving float16's loss scale has not led to finite gradients.
-
-    Each step with gradients that are not finite halves it. All ranks have the same scale.
-    """
-    if scale < SMALLEST_SCALE:
-        raise RunError(
-            f"The loss scale has fallen to {scale}, because no step has finite gradients: give "
-            "--precision bf16, or a smaller --lr."
-        )
-
-
-def _device_name(device: torch.device) -> str:
+def _name_of(device: torch.device) -> str:
     return torch.cuda.get_device_name(device) if device.type == "cuda" else f"a {device.type}"
 
 
-def convert_to_fp8(layers: Iterable[nn.Module], seq_length: int) -> int:
+def convert_to_fp8(layers: Iterable[nn.Module], seq_length: int, device: torch.device) -> int:
     """Replace the linear modules in transformer layers by fp8 ones; return how many there are.
 
     Before each matmul, torchao scales weights, activations and gradients to the range of fp8 by
@@ -94,6 +47,7 @@ def convert_to_fp8(layers: Iterable[nn.Module], seq_length: int) -> int:
     is not a multiple of 16, torchao pads them.
     Raises RunError if no module can be replaced.
     """
+    check_fp8(device)
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     config = Float8LinearConfig(
@@ -115,9 +69,7 @@ def convert_to_fp8(layers: Iterable[nn.Module], seq_length: int) -> int:
                 setattr(parent, name, new)
                 converted += 1
     if not converted:
-        raise RunError(
-            "--precision fp8 cannot be used: no layer of this model supports fp8, so give bf16."
-        )
+        raise RunError("No layer of this model supports fp8: leave out fp8.diff.")
     return converted
 
 
