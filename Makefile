@@ -70,7 +70,7 @@ record: .venv/.test  ## make the recorded outputs again: make record ONLY='01-si
 	$(BIN)/python tests/record.py $(ONLY)
 
 diffs:  ## renew the .diff files after a change of a script, before you commit it
-	$(PYTHON) tests/renew_diffs.py
+	$(PYTHON) -m tests.renew_diffs
 
 # The files that git knows and that exist, so a file of your own never matters.
 TRACKED := git grep -lzI '' --

@@ -79,7 +79,7 @@ def main() -> None:
     rank = 0
     world_size = 1
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    # GPUs multiply float32 matrices in TF32: the range of float32, about 3 decimal digits.
+    # "high" lets GPUs multiply float32 matrices in TF32: its range, but about 3 decimal digits.
     torch.set_float32_matmul_precision("high" if device.type == "cuda" else "highest")
     cli.start_log(args, device)
 
@@ -195,7 +195,7 @@ def main() -> None:
     token_flops = flops_per_token(model, config, args.seq_length)
     timers = PhaseTimers(device)
     logged_step = state["step"]
-    running_loss = torch.zeros((), device=device)  # sum of the losses since then
+    running_loss = torch.zeros((), device=device)  # sum of the losses since that step
     batches = None
     model.train()  # turns dropout on, if the model has any
     # Python's garbage collector would pause some steps for up to 0.4 s, and with several devices a

@@ -84,7 +84,7 @@ def main() -> None:
     if torch.cuda.is_available():
         device = torch.device("cuda", local_rank % torch.cuda.device_count())
         torch.cuda.set_device(device)  # "cuda" without a number means this GPU from here on
-    # GPUs multiply float32 matrices in TF32: the range of float32, about 3 decimal digits.
+    # "high" lets GPUs multiply float32 matrices in TF32: its range, but about 3 decimal digits.
     torch.set_float32_matmul_precision("high" if device.type == "cuda" else "highest")
     cli.start_log(args, device)
     # If a rank does not join a collective, the others fail after --dist-timeout seconds.

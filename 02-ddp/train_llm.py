@@ -92,7 +92,7 @@ def main() -> None:
     if torch.cuda.is_available():
         device = torch.device("cuda", launch.gpu_of(local_rank))
         torch.cuda.set_device(device)  # "cuda" without a number means this GPU from here on
-    # GPUs multiply float32 matrices in TF32: the range of float32, about 3 decimal digits.
+    # "high" lets GPUs multiply float32 matrices in TF32: its range, but about 3 decimal digits.
     torch.set_float32_matmul_precision("high" if device.type == "cuda" else "highest")
     cli.start_log(args, device)
     # If a rank does not join a collective, the others fail after --dist-timeout seconds.
@@ -223,7 +223,7 @@ def main() -> None:
     token_flops = flops_per_token(model, config, args.seq_length)
     timers = PhaseTimers(device)
     logged_step = state["step"]
-    running_loss = torch.zeros((), device=device)  # sum of the losses since then
+    running_loss = torch.zeros((), device=device)  # sum of the losses since that step
     batches = None
     model.train()  # turns dropout on, if the model has any
     # Python's garbage collector would pause some steps for up to 0.4 s, and with several devices a

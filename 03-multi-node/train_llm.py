@@ -93,7 +93,7 @@ def main() -> None:
     if torch.cuda.is_available():
         device = torch.device("cuda", launch.gpu_of(local_rank))
         torch.cuda.set_device(device)  # "cuda" without a number means this GPU from here on
-    # GPUs multiply float32 matrices in TF32: the range of float32, about 3 decimal digits.
+    # "high" lets GPUs multiply float32 matrices in TF32: its range, but about 3 decimal digits.
     torch.set_float32_matmul_precision("high" if device.type == "cuda" else "highest")
     cli.start_log(args, device)
     # Slurm sends a signal before it ends a job. Only note it: all ranks have to stop together.
@@ -106,7 +106,7 @@ def main() -> None:
         timeout=datetime.timedelta(seconds=args.dist_timeout),
         device_id=device if device.type == "cuda" else None,  # NCCL connects now, not later
     )
-    launch.check_arguments(args)  # each node was given its own
+    launch.check_arguments(args)  # each node has its own command line: fail if they differ
 
     # --- model ---
     tokenizer = models.load_tokenizer(args.tokenizer_name or args.model_name)
@@ -229,7 +229,7 @@ def main() -> None:
     token_flops = flops_per_token(model, config, args.seq_length)
     timers = PhaseTimers(device)
     logged_step = state["step"]
-    running_loss = torch.zeros((), device=device)  # sum of the losses since then
+    running_loss = torch.zeros((), device=device)  # sum of the losses since that step
     barrier_tensor = torch.zeros((), device=device)
     batches = None
     stop = False

@@ -100,7 +100,7 @@ def main() -> None:
     if torch.cuda.is_available():
         device = torch.device("cuda", launch.gpu_of(local_rank))
         torch.cuda.set_device(device)  # "cuda" without a number means this GPU from here on
-    # GPUs multiply float32 matrices in TF32: the range of float32, about 3 decimal digits.
+    # "high" lets GPUs multiply float32 matrices in TF32: its range, but about 3 decimal digits.
     has_bf16 = device.type == "cpu" or torch.cuda.is_bf16_supported(including_emulation=False)
     if args.precision == "bf16" and not has_bf16:
         raise cli.RunError("This GPU does not have bfloat16: give --precision fp32.")
@@ -117,7 +117,7 @@ def main() -> None:
         timeout=datetime.timedelta(seconds=args.dist_timeout),
         device_id=device if device.type == "cuda" else None,  # NCCL connects now, not later
     )
-    launch.check_arguments(args)  # each node was given its own
+    launch.check_arguments(args)  # each node has its own command line: fail if they differ
 
     # --- model ---
     tokenizer = models.load_tokenizer(args.tokenizer_name or args.model_name)
@@ -135,7 +135,7 @@ def main() -> None:
     full_model = model
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
-    # In each model of transformers, the first ModuleList has the layers.
+    # In transformers' causal models, the first ModuleList has the layers.
     layers = next((m for m in model.modules() if isinstance(m, torch.nn.ModuleList)), None)
     if layers is None:
         raise cli.RunError(f"{args.model_name} has no list of layers to shard: give another -m.")
@@ -166,11 +166,11 @@ def main() -> None:
     options = StateDictOptions(full_state_dict=True, broadcast_from_rank0=True)
     set_model_state_dict(model, weights, options=options)
     for name, buffer in list(model.named_buffers()):
-        *path, last = name.split(".")
+        *path, leaf = name.split(".")
         source = full_model.get_buffer(name) if rank == 0 else buffer
         buffer = source.to(device, copy=True)
         dist.broadcast(buffer, src=0)
-        setattr(model.get_submodule(".".join(path)), last, buffer)
+        setattr(model.get_submodule(".".join(path)), leaf, buffer)
     del weights, full_model  # the only copy of the whole model
     if args.compile:
         for layer in layers:  # forward only, so FSDP's hooks stay outside of the compiled code
@@ -276,7 +276,7 @@ def main() -> None:
     token_flops = flops_per_token(model, config, args.seq_length)
     timers = PhaseTimers(device)
     logged_step = state["step"]
-    running_loss = torch.zeros((), device=device)  # sum of the losses since then
+    running_loss = torch.zeros((), device=device)  # sum of the losses since that step
     barrier_tensor = torch.zeros((), device=device)
     batches = None
     stop = False
@@ -301,7 +301,7 @@ def main() -> None:
             with timers("data"):
                 batch = next(batches)
                 batch = {key: t.to(device, non_blocking=True) for key, t in batch.items()}
-            # Gradients add up locally until the last backward pass averages them over the ranks.
+            # Each rank adds up whole gradients. The last backward pass averages and shards them.
             last_backward = micro_batch == accumulation - 1
             model.set_requires_gradient_sync(last_backward)
             if will_log:  # with FSDP, the forward pass waits for all ranks, too

@@ -12,8 +12,9 @@ applies to, if need be together with other variants:
     Chapters: 5
     Not with: another-variant
 
-A diff "with" another one is applied after it. Everything here is in Python's standard library, so
-it also runs before the guide is installed.
+A diff "with" another one is applied after it. A diff in a solutions folder that begins like this is
+a variant, too, but is not listed. Everything here is in Python's standard library, so it also runs
+before the guide is installed.
 """
 
 import hashlib
@@ -24,6 +25,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -54,9 +56,15 @@ class Variant:
     launcher: str | None
 
 
+def split_preamble(text: str) -> tuple[str, str]:
+    """Return what stands before a diff in its file, and the diff."""
+    start = re.search(r"^--- ", text, re.MULTILINE).start()
+    return text[:start], text[start:]
+
+
 def read_variant(path: Path) -> Variant:
     """Return what the first lines of a .diff file say about it."""
-    head = path.read_text(encoding="utf-8").partition("\n--- ")[0]
+    head, _ = split_preamble(path.read_text(encoding="utf-8"))
     needs = {}
     for numbers, others in re.findall(r"^Chapters: ([\d ]+?)(?: with (.+))?$", head, re.MULTILINE):
         needs |= dict.fromkeys(map(int, numbers.split()), tuple(others.split()))
@@ -66,36 +74,27 @@ def read_variant(path: Path) -> Variant:
     return Variant(path.stem, path, title, needs, excludes, fields.get("Launcher"))
 
 
-def all_variants() -> list[Variant]:
-    """Return the variants of all chapters' diffs folders, by name."""
-    found = [read_variant(path) for path in ROOT.glob("[0-9]*/diffs/*.diff")]
+def all_variants(*folders: str) -> list[Variant]:
+    """Return the variants in all chapters' folders of these names (default: diffs), by name."""
+    paths = (path for name in folders or ["diffs"] for path in ROOT.glob(f"[0-9]*/{name}/*.diff"))
+    found = [variant for variant in map(read_variant, paths) if variant.needs]
     return sorted(found, key=lambda variant: (variant.name, min(variant.needs)))
 
 
-def choose(chapter: int, names: list[str]) -> list[Variant]:
+def that_set(name: str, value: object) -> list[str]:
+    """Return the names of the variants that add this entry to the settings of a run."""
+    entry = f"+        {name}={json.dumps(value)},"
+    return sorted({v.name for v in all_variants() if entry in v.path.read_text(encoding="utf-8")})
+
+
+def choose(chapter: int, names: Iterable[str]) -> list[Variant]:
     """Return the variants with these names for a chapter, in the order in which they are applied.
 
     Raises VariantError if one does not exist, does not apply, or does not go with another one.
     """
     if chapter not in CHAPTERS:
         raise VariantError(f"CHAPTER is from 1 to {max(CHAPTERS)}.")
-    known = all_variants()
-    chosen = {}
-    for name in sorted(set(names)):
-        same_name = [variant for variant in known if variant.name == name]
-        if not same_name:
-            fitting = sorted({v.name for v in known if chapter in v.needs})
-            raise VariantError(
-                f"There is no variant {name}. Chapter {chapter} has {', '.join(fitting)}."
-            )
-        fitting = [variant for variant in same_name if chapter in variant.needs]
-        if not fitting:
-            where = sorted(number for variant in same_name for number in variant.needs)
-            raise VariantError(
-                f"{name} does not apply to chapter {chapter}, but to "
-                f"{' and '.join(map(str, where))}."
-            )
-        chosen[name] = fitting[0]
+    chosen = {name: _find(chapter, name) for name in sorted(set(names))}
     for name, variant in chosen.items():
         if missing := [other for other in variant.needs[chapter] if other not in chosen]:
             raise VariantError(
@@ -116,6 +115,19 @@ def choose(chapter: int, names: list[str]) -> list[Variant]:
     return order
 
 
+def _find(chapter: int, name: str) -> Variant:
+    same_name = [each for each in all_variants("diffs", "solutions") if each.name == name]
+    for variant in same_name:
+        if chapter in variant.needs:
+            return variant
+    if same_name:
+        numbers = sorted({number for variant in same_name for number in variant.needs})
+        where = " and ".join(map(str, numbers))
+        raise VariantError(f"{name} does not apply to chapter {chapter}, but to {where}.")
+    names = ", ".join(variant.name for variant in all_variants() if chapter in variant.needs)
+    raise VariantError(f"There is no variant {name}. Chapter {chapter} has {names}.")
+
+
 def make(chapter: int, names: list[str]) -> Path:
     """Make the folder of a chapter with variants, and return it.
 
@@ -123,8 +135,6 @@ def make(chapter: int, names: list[str]) -> Path:
     if it is not, or if the variants cannot be combined; then nothing has changed.
     """
     chosen = choose(chapter, names)
-    if not chosen:
-        raise VariantError('WITH names the variants, for example WITH="workers".')
     folder = FOLDER / "+".join([CHAPTERS[chapter], *sorted(variant.name for variant in chosen)])
     FOLDER.mkdir(exist_ok=True)
     with tempfile.TemporaryDirectory(dir=FOLDER, prefix=".") as name:
@@ -141,7 +151,7 @@ def make(chapter: int, names: list[str]) -> Path:
 def _why_not_replaced(folder: Path) -> str:
     shown = folder.relative_to(ROOT)
     files = _read_origin(folder).get("files", {})
-    if _checksums(folder, files) != files or set(_contents(folder)) - {*files, ORIGIN}:
+    if _checksums(folder, files) != files or _contents(folder).keys() - {*files, ORIGIN}:
         return f"{shown} was edited and is not replaced: rename it, or delete it."
     return f"{shown} is of an older checkout: delete it, and make it again."
 
@@ -151,57 +161,85 @@ def fill(new: Path, shown: Path, chapter: str, variants: list[Variant]) -> None:
 
     new: an empty folder. shown: the path, relative to the repository, that commands in it name.
     """
-    source = ROOT / chapter
-    shutil.copy(source / "train_llm.py", new)
-    used = [source / "train_llm.py"]
-    for variant in variants:
-        # No repository is above the folder: git would look for the files in its index.
-        environment = {**os.environ, "GIT_CEILING_DIRECTORIES": str(new.parent)}
-        command = ["git", "apply", "-p2", "--whitespace=nowarn", str(variant.path)]
-        result = subprocess.run(command, cwd=new, env=environment, capture_output=True, text=True)
-        if result.returncode:
-            applied = [each.name for each in variants[: variants.index(variant)]]
-            beside = " and ".join(applied) or chapter
-            raise VariantError(
-                f"{variant.name} cannot be combined with {beside}: both change the same lines."
-                if applied
-                else f"{variant.path.relative_to(ROOT)} does not fit {chapter}/train_llm.py."
-            )
-        used.append(variant.path)
-    modules = [*source.glob("*.py"), *ROOT.glob("[0-9]*/*/*.py")]
-    by_name = {path.stem: path for path in modules if path.name != "train_llm.py"}
-    left = [new / "train_llm.py"]
-    while left:
-        text = left.pop().read_text(encoding="utf-8")
-        for name in re.findall(r"^ *(?:from|import) (\w+)", text, re.MULTILINE):
-            if name in by_name and not (new / f"{name}.py").exists():
-                shutil.copy(by_name[name], new)
-                used.append(by_name[name])
-                left.append(new / f"{name}.py")
+    shutil.copy(ROOT / chapter / "train_llm.py", new)
+    _apply(new, chapter, variants)
+    sources = [ROOT / chapter / "train_llm.py", *(variant.path for variant in variants)]
+    sources += _copy_modules(new, [ROOT / chapter, *(variant.path.parent for variant in variants)])
     if not any(variant.launcher for variant in variants):
-        for path in sorted([*source.glob("*.sh"), *source.glob("*.sbatch")]):
-            if "train_classifier" not in path.read_text(encoding="utf-8"):
-                shutil.copy(path, new)
-                used.append(path)
-    for path in [new / "train_llm.py", *new.glob("*.sh"), *new.glob("*.sbatch")]:
+        sources += _copy_launch_files(new, ROOT / chapter)
+    for path in new.iterdir():
         text = path.read_text(encoding="utf-8")
-        head, rest = text, ""
-        if path.suffix == ".py":  # only the command in the docstring
-            head, quotes, rest = text.partition('"""\n')
-            rest = quotes + rest
-        head = head.replace(f"{chapter}/", f"{shown.as_posix()}/")
-        # One folder more between the launch file and the repository's root.
-        root = '"$(dirname "${BASH_SOURCE[0]}")/..'
-        head = head.replace(root, f"{root}/..")
-        path.write_text(head + rest, encoding="utf-8")
-    names = [path.name for path in new.iterdir()]
+        if path.name == "train_llm.py":  # only the command in the docstring
+            docstring, end, code = text.partition('"""\n')
+            text = docstring.replace(f"{chapter}/", f"{shown.as_posix()}/") + end + code
+        elif path.suffix != ".py":
+            text = text.replace(f"{chapter}/", f"{shown.as_posix()}/")
+            # One folder more is between the launch file and the repository's root.
+            root = '"$(dirname "${BASH_SOURCE[0]}")/..'
+            text = text.replace(root, f"{root}/..")
+        path.write_text(text, encoding="utf-8")
     origin = {
         "chapter": chapter,
         "variants": sorted(variant.name for variant in variants),
-        "sources": _checksums(ROOT, (str(path.relative_to(ROOT)) for path in used)),
-        "files": _checksums(new, names),
+        "sources": _checksums(ROOT, (path.relative_to(ROOT).as_posix() for path in sources)),
+        "files": _checksums(new, (path.name for path in new.iterdir())),
     }
     (new / ORIGIN).write_text(json.dumps(origin, indent=1) + "\n", encoding="utf-8")
+
+
+def _apply(folder: Path, chapter: str, variants: list[Variant]) -> None:
+    """Apply the diffs to the script in a folder."""
+    # Without variables of a git hook, and without a repository above the folder, whose index git
+    # would look into.
+    environment = {name: value for name, value in os.environ.items() if name[:4] != "GIT_"}
+    environment["GIT_CEILING_DIRECTORIES"] = str(folder.parent.absolute())
+    for position, variant in enumerate(variants):
+        command = ["git", "apply", "-p2", "--whitespace=nowarn", str(variant.path.absolute())]
+        try:
+            result = subprocess.run(command, cwd=folder, env=environment, capture_output=True)
+        except FileNotFoundError:
+            raise VariantError("git applies the diffs: install git.") from None
+        if result.returncode and position:
+            others = " and ".join(other.name for other in variants[:position])
+            raise VariantError(
+                f"{variant.name} cannot be combined with {others}: they change the same lines."
+            )
+        if result.returncode:
+            diff = variant.path.relative_to(ROOT)
+            raise VariantError(
+                f"{diff} does not fit {chapter}/train_llm.py: undo your change of the script, or "
+                "apply the diff by hand."
+            )
+
+
+def _copy_modules(new: Path, folders: list[Path]) -> list[Path]:
+    """Copy the chapters' modules that a script imports, and that those import; return their paths.
+
+    folders: where to look first, before the other folders below the chapters.
+    """
+    modules = {}
+    for folder in (*sorted(ROOT.glob("[0-9]*/*/")), *reversed(folders)):
+        modules |= {path.stem: path for path in folder.glob("*.py")}
+    copied, left = [], [new / "train_llm.py"]
+    while left:
+        text = left.pop().read_text(encoding="utf-8")
+        for name in re.findall(r"^ *(?:from|import) (\w+)", text, re.MULTILINE):
+            if name in modules and modules[name] not in copied:
+                copied.append(modules[name])
+                left.append(Path(shutil.copy(modules[name], new)))
+    return copied
+
+
+def _copy_launch_files(new: Path, source: Path) -> list[Path]:
+    """Copy the files that start a chapter's train_llm.py; return their paths."""
+    paths = [
+        path
+        for path in sorted([*source.glob("*.sh"), *source.glob("*.sbatch")])
+        if "train_classifier" not in path.read_text(encoding="utf-8")
+    ]
+    for path in paths:
+        shutil.copy(path, new)
+    return paths
 
 
 def _contents(folder: Path) -> dict[str, bytes]:
@@ -210,7 +248,7 @@ def _contents(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in files}
 
 
-def _checksums(folder: Path, names: object) -> dict[str, str | None]:
+def _checksums(folder: Path, names: Iterable[str]) -> dict[str, str | None]:
     paths = {name: folder / name for name in sorted(names)}
     return {
         name: hashlib.sha256(path.read_bytes()).hexdigest() if path.is_file() else None
@@ -259,28 +297,35 @@ def commands(folder: Path) -> list[str]:
 
 
 def main(words: list[str]) -> None:
-    show = "--diff" in words
-    words = [word for word in words if word != "--diff"]
     if not words:
         for variant in all_variants():
             where = " ".join(map(str, sorted(variant.needs)))
             print(f"{variant.name:24}chapters {where:10}{variant.title}")
         print('make variant CHAPTER=4 WITH="hsdp cpu-offload" makes a chapter with two variants.')
         return
-    chapter = int(words[0]) if words[0].isdigit() else 0
-    if not show:
-        folder = make(chapter, words[1:])
-        print(f"{folder.relative_to(ROOT)} is a complete chapter. It trains with")
-        print(*(f"    {command}" for command in commands(folder)), sep="\n")
+    show = "--diff" in words
+    number, *names = [word for word in words if word != "--diff"] or [""]
+    chapter = int(number) if number.isdecimal() else 0
+    if not choose(chapter, names):
+        raise VariantError('WITH names the variants, for example WITH="workers".')
+    if show:
+        show_diff(chapter, names)
         return
-    chosen = choose(chapter, words[1:])
+    folder = make(chapter, names)
+    print(f"{folder.relative_to(ROOT)} is a complete chapter. It trains with")
+    print(*(f"    {command}" for command in commands(folder)), sep="\n")
+
+
+def show_diff(chapter: int, names: list[str]) -> None:
+    """Print what variants change in a chapter's script."""
     with tempfile.TemporaryDirectory() as name:
-        for part in "ab":
-            Path(name, part).mkdir()
-        shutil.copy(ROOT / CHAPTERS[chapter] / "train_llm.py", Path(name, "a"))
-        fill(Path(name, "b"), Path(CHAPTERS[chapter]), CHAPTERS[chapter], chosen)
-        command = ["git", "diff", "--no-index", "--no-prefix", "a/train_llm.py", "b/train_llm.py"]
-        subprocess.run(command, cwd=name, check=False)
+        old, new = Path(name, "a"), Path(name, "b")
+        old.mkdir()
+        new.mkdir()
+        shutil.copy(ROOT / CHAPTERS[chapter] / "train_llm.py", old)
+        fill(new, Path(CHAPTERS[chapter]), CHAPTERS[chapter], choose(chapter, names))
+        files = ["a/train_llm.py", "b/train_llm.py"]
+        subprocess.run(["git", "diff", "--no-index", "--no-prefix", *files], cwd=name, check=False)
 
 
 if __name__ == "__main__":

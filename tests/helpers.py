@@ -230,16 +230,20 @@ def speak_at_once() -> None:
 
 # Each planted bug in a script: what stands there and what replaces it. They register when their
 # module is imported, so that `make check` can say which of them no longer fits.
-REGISTERED: list[tuple[Path, tuple[tuple[str, str], ...]]] = []
+# With the names of the variants that the script then has.
+REGISTERED: list[tuple[Path, tuple[tuple[str, str], ...], tuple[str, ...]]] = []
 
 
-def register(script: str | Path, replacements: Iterable[tuple[str, str]]) -> None:
+def register(
+    script: str | Path, replacements: Iterable[tuple[str, str]], variants: Iterable[str] = ()
+) -> None:
     """Register (right, wrong) texts of one planted bug.
 
-    script: a chapter, or the path of a file in the repository.
+    script: a chapter, or the path of a file in the repository. variants: of the chapter, whose
+    script has the texts.
     """
     path = ROOT / script if Path(script).suffix else ROOT / script / "train_llm.py"
-    REGISTERED.append((path, tuple(tuple(pair) for pair in replacements)))
+    REGISTERED.append((path, tuple(tuple(pair) for pair in replacements), tuple(variants)))
 
 
 def replace_in(path: Path, right: str, wrong: str) -> None:
@@ -250,12 +254,17 @@ def replace_in(path: Path, right: str, wrong: str) -> None:
 
 
 def plant(chapter: str, folder: Path, replacements: list[tuple[str, str]]) -> Path:
-    """Return a folder with copies of the chapter's modules; its script has each text replaced."""
+    """Return a folder with copies of the chapter's modules, in which each text is replaced.
+
+    A text that is not in the script must be in a module beside it.
+    """
     folder.mkdir(parents=True)
     for module in (ROOT / chapter).glob("*.py"):
         shutil.copy(module, folder)
+    script = folder / "train_llm.py"
     for right, wrong in replacements:
-        replace_in(folder / "train_llm.py", right, wrong)
+        files = [path for path in (script, *folder.glob("*.py")) if right in path.read_text()]
+        replace_in(files[0] if files else script, right, wrong)
     return folder
 
 
@@ -265,17 +274,16 @@ STEPS = 10
 LENGTH = 16  # tokens of a sequence: longer ones take longer and show nothing more
 # By the name that a Run gives them: presets in width 32, with six times fewer weights.
 NARROW = {"gpt2-narrow": "gpt2-tiny", "llama-narrow": "llama-tiny"}
-# By name: the options of chapter 4.
-FSDP_OPTIONS = {
-    "whole": ("--no-reshard-after-forward",),
-    "selective": ("--activation-checkpointing", "selective"),
-    "full": ("--activation-checkpointing", "full"),
-    "offload": ("--cpu-offload",),
-    "reduce": ("--reduce-every-backward", "-b", 4),
-    "async": ("--async-checkpoint",),
-    "accumulated": ("-b", 2),
-    "zero1": ("--zero1",),
-    "compile": ("--compile",),
+# By name: variants of chapter 4 and its arguments, which change how it trains and not what.
+FSDP_OPTIONS: dict[str, tuple[tuple[str, ...], tuple[object, ...]]] = {
+    "whole": (("zero2",), ()),
+    "selective": (("selective-recomputation",), ()),
+    "full": ((), ("--activation-checkpointing",)),
+    "offload": (("cpu-offload",), ()),
+    "reduce": (("reduce-every-backward",), ("-b", 4)),
+    "async": (("async-checkpoint",), ()),
+    "accumulated": ((), ("-b", 2)),
+    "compile": ((), ("--compile",)),
 }
 
 
@@ -294,7 +302,8 @@ class Run:
     """A chapter on some ranks, with these arguments.
 
     replaced: (right, wrong) texts in the script, to plant a bug. note: given a path for each rank,
-    returns a context in which the rank runs and notes what a test wants to know.
+    returns a context in which the rank runs and notes what a test wants to know. variants: of the
+    chapter, by name.
     """
 
     chapter: str
@@ -302,13 +311,15 @@ class Run:
     args: tuple[object, ...] = ()
     replaced: tuple[tuple[str, str], ...] = ()
     note: Callable[[str], contextlib.AbstractContextManager] | None = None
+    variants: tuple[str, ...] = ()
 
     @property
     def name(self) -> str:
         bug = [f"bug{abs(hash(self.replaced))}"] if self.replaced else []
         note = [self.note.__name__] if self.note else []
         chapter = "-".join(Path(self.chapter).parts[-2:])  # of a copy, not where it is
-        words = [chapter, str(self.world_size), *map(str, self.args), *bug, *note]
+        words = [chapter, *sorted(self.variants), str(self.world_size)]
+        words += [*map(str, self.args), *bug, *note]
         return re.sub(r"[^\w.-]+", "-", "-".join(words))
 
 
@@ -374,8 +385,12 @@ class Ladder:
 
     def _options(self, run: Run) -> dict[str, object]:
         chapter = run.chapter
+        if run.variants:
+            made = self.folder / "variants"
+            folder = made / "+".join([chapter, *sorted(run.variants)])
+            chapter = str(folder if folder.exists() else make_variant(made, chapter, *run.variants))
         if run.replaced:
-            chapter = str(plant(run.chapter, self.folder / f"{run.name}-script", run.replaced))
+            chapter = str(plant(chapter, self.folder / f"{run.name}-script", run.replaced))
         ranks = range(run.world_size)
         within = [functools.partial(run.note, path) for path in self.notes(run)] if run.note else []
         return {
@@ -635,14 +650,15 @@ def patch(
     chapter: str,
     folder: Path,
     replaced: tuple[tuple[str, str], ...] = (),
-    diff: Path | None = None,
+    *,
+    diff: Path,
 ) -> Path:
     """Return a copy of the chapter in `folder`; its script is patched, and has each text replaced.
 
-    diff: by default chapter 5's to autocast.
+    diff: of one chapter, such as a fault's; make_variant applies those of the gallery.
     """
     copy = plant(chapter, folder / chapter, [])
-    done = apply(diff or ROOT / CHAPTERS[4] / f"diffs/autocast-{chapter[:2]}.diff", folder)
+    done = apply(diff, folder)
     assert done.returncode == 0 and "Applied patch" in done.stderr, done.stderr
     for right, wrong in replaced:
         replace_in(copy / "train_llm.py", right, wrong)

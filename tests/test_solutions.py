@@ -1,9 +1,11 @@
-"""The solutions: every exercise has one, its diff stands there, and its diff applies."""
+"""The solutions: every exercise has one, its page has its diff, and the diff applies."""
 
 import re
 
 import pytest
-from helpers import CHAPTERS, ROOT, apply, assert_clean, blocks
+from helpers import CHAPTERS, ROOT, apply, assert_clean, blocks, make_variant
+
+from common import variants
 
 pytestmark = pytest.mark.check
 
@@ -42,15 +44,23 @@ def test_exercises_have_solutions():
 
 
 def test_diffs_are_shown_apply_and_are_clean(tmp_path):
+    """A diff of a script is a variant, too."""
     diffs = sorted(ROOT.glob("*/solutions/*.diff"))
+    texts = [variants.split_preamble(diff.read_text())[1] for diff in diffs]
     shown = [block for chapter in CHAPTERS for _, block in blocks(solutions_of(chapter), "diff")]
-    assert sorted(shown) == sorted(diff.read_text() for diff in diffs) and len(diffs) >= 7
-    for diff in diffs:
-        (script,) = re.findall(r"^--- a/(.+)$", diff.read_text(), re.M)
-        copy = tmp_path / diff.stem / script
-        copy.parent.mkdir(parents=True)
-        copy.write_text((ROOT / script).read_text())
-        done = apply(diff, tmp_path / diff.stem)
-        assert done.returncode == 0 and "Applied patch" in done.stderr, done.stderr
+    assert sorted(shown) == sorted(texts) and len(diffs) >= 7
+    for diff, text in zip(diffs, texts, strict=True):
+        (script,) = re.findall(r"^--- a/(.+)$", text, re.M)
+        if script.endswith("/train_llm.py"):
+            (number, needs), *others = variants.read_variant(diff).needs.items()
+            assert not others and script.startswith(f"{variants.CHAPTERS[number]}/"), diff
+            copy = make_variant(tmp_path, variants.CHAPTERS[number], diff.stem, *needs)
+            copy /= "train_llm.py"
+        else:
+            copy = tmp_path / diff.stem / script
+            copy.parent.mkdir(parents=True)
+            copy.write_text((ROOT / script).read_text())
+            done = apply(diff, tmp_path / diff.stem)
+            assert done.returncode == 0 and "Applied patch" in done.stderr, done.stderr
         assert copy.read_text() != (ROOT / script).read_text()
     assert_clean(tmp_path)

@@ -18,8 +18,9 @@ from transformers import PreTrainedTokenizerBase
 from common.cli import RunError
 from common.data import IGNORED
 from common.documents import BUILT_IN, NOT_CODE, is_held_out, load_table
+from common.variants import ROOT
 
-sys.path.append(str(Path(__file__).resolve().parents[1] / "01-single-gpu"))
+sys.path.append(str(ROOT / "01-single-gpu"))
 from chat import encode_chat, hide_special_tokens
 
 logger = logging.getLogger(__name__)

@@ -19,13 +19,14 @@ def check_fp8(device: torch.device) -> None:
     if device.type != "cuda" or torch.cuda.get_device_capability(device) < FP8_CAPABILITY:
         raise RunError(
             "fp8 needs a GPU of compute capability 8.9 or higher and this device is "
-            f"{_name_of(device)}: leave out fp8.diff."
+            f"{_name_of(device)}: use chapter 5 without this variant, in bfloat16."
         )
     try:
         import torchao.float8  # noqa: F401  imported here because the import takes seconds
     except ImportError as error:
         raise RunError(
-            "fp8 needs torchao: install it with pip install torchao, or leave out fp8.diff."
+            "fp8 needs torchao: install it with pip install torchao, or use chapter 5 without this "
+            "variant, in bfloat16."
         ) from error
 
 
@@ -45,7 +46,7 @@ def convert_to_fp8(layers: Iterable[nn.Module], seq_length: int, device: torch.d
 
     seq_length: tokens per sequence. The gradient of a weight is a sum over tokens; if their number
     is not a multiple of 16, torchao pads them.
-    Raises RunError if no module can be replaced.
+    Raises RunError if no module can be replaced, or if the device cannot run them.
     """
     check_fp8(device)
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
@@ -69,7 +70,9 @@ def convert_to_fp8(layers: Iterable[nn.Module], seq_length: int, device: torch.d
                 setattr(parent, name, new)
                 converted += 1
     if not converted:
-        raise RunError("No layer of this model supports fp8: leave out fp8.diff.")
+        raise RunError(
+            "No layer of this model supports fp8: use chapter 5 without this variant, in bfloat16."
+        )
     return converted
 
 

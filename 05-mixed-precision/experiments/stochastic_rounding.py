@@ -36,7 +36,7 @@ class AdamW(torch.optim.AdamW):
                     continue
                 # Each rank rounds its own shards. Copies of the same shard would drift apart.
                 if any(each.is_replicate() for each in getattr(parameter, "placements", ())):
-                    raise RunError("Stochastic rounding needs shards without copies: leave out hsdp.")
+                    raise RunError("Stochastic rounding needs shards without copies: omit hsdp.")
                 state = self.state[parameter]
                 if not state:
                     state["step"] = torch.zeros((), device=parameter.device)
