@@ -36,7 +36,7 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PretrainedConfig
 
-from common import launch, storage
+from common import launch, old_flags, storage, variants
 from common.cli import RunError
 from common.data import Sequences
 
@@ -123,10 +123,14 @@ def difference(saved: dict, given: dict) -> str | None:
     What only one of the two has is not compared, so another chapter can resume the run, except
     what a variant computes in another way than its chapter.
     """
-    for name in saved.get("of_variant", []) + given["of_variant"]:
-        if saved.get(name) != given.get(name):
-            before, now = (each.get(name, "the chapter's") for each in (saved, given))
-            return f"{name} {before}, not {now} (see make variant)"
+    saved = old_flags.translate_settings(saved)
+    if "of_variant" in given:  # settings of a script, not of a model alone
+        for name in saved["of_variant"] + given["of_variant"]:
+            if saved.get(name) != given.get(name):
+                before, now = (each.get(name, "the chapter's") for each in (saved, given))
+                found = [*variants.that_set(name, before), *variants.that_set(name, now)]
+                see = f"the variant {' or '.join(found)}" if found else "make variant"
+                return f"{name} {before}, not {now} (see {see})"
     for name, value in given.items():
         if name not in NOT_COMPARED and saved.get(name, value) != value:
             kind = name.split()[0]

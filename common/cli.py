@@ -63,12 +63,13 @@ class ArgumentParser(argparse.ArgumentParser):
         if script.name != "train_llm.py":
             return words
         words = self._with_files(words)
-        if not {word.partition("=")[0] for word in words} & old_flags.OLD_FLAGS.keys():
+        old = {row.flag for row in old_flags.OLD_FLAGS}
+        if old.isdisjoint(word.partition("=")[0] for word in words):
             return words
         try:
             words, warnings = old_flags.translate(words, script, self.format_help())
         except old_flags.OldFlagError as error:
-            self.error(str(error))
+            self.exit(2, f"{self.prog}: error: {error}\n")
         for warning in warnings:
             self._print_message(f"{self.prog}: warning: {warning}\n", sys.stderr)
         return words

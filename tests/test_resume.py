@@ -3,6 +3,7 @@
 test_failures.py has all the ways in which a run can be stopped.
 """
 
+import argparse
 import contextlib
 import copy
 import errno
@@ -34,6 +35,7 @@ from torch.distributed.checkpoint import filesystem
 from torch.optim.lr_scheduler import LambdaLR
 from transformers import AutoConfig, AutoModelForCausalLM
 
+import async_checkpoint
 from common import checkpoint, storage
 from common.checkpoint import complete_checkpoints
 from common.cli import RunError
@@ -111,14 +113,21 @@ def test_a_flag_that_nobody_has_listed_is_fixed(train, tmp_path):
 
 STORED = Path(__file__).parent / "checkpoint_2026_11_27.tar.xz"
 STORED_AFTER, STORED_STEPS = 4, 8  # steps
+# What a job of that time may have given: flags that change nothing, and are ignored now.
+OLD_FLAGS = ("--num-workers", 2, "--param-dtype", "float32")
+OF_FSDP = ("--zero1", "--reshard-after-forward", "--activation-checkpointing=none")
 
 
 @pytest.mark.ci
 @pytest.mark.parametrize(
-    ("chapter", "ranks"), [("01-single-gpu", 1), ("04-fsdp", 2)], ids=["chapter 1", "FSDP"]
+    ("chapter", "ranks", "old_flags"),
+    [("01-single-gpu", 1, OLD_FLAGS), ("04-fsdp", 2, (*OLD_FLAGS, *OF_FSDP))],
+    ids=["chapter 1", "FSDP"],
 )
-def test_a_stored_checkpoint_is_resumed(tmp_path, chapter, ranks):
+def test_a_stored_checkpoint_is_resumed(tmp_path, chapter, ranks, old_flags):
     """A reader's checkpoint outlives an update of this guide: the commit of 2026-11-27 saved this.
+
+    So does the command: rank 0 warns of each flag that is gone.
 
     Later commits must resume it, or refuse it in one sentence. When the format changes, let
     test_failures.py refuse this checkpoint, and store a new one here: this file in commit 746350d
@@ -129,7 +138,11 @@ def test_a_stored_checkpoint_is_resumed(tmp_path, chapter, ranks):
     flags += ["--global-batch-size", 4, "--max-steps", STORED_STEPS, "--log-freq", 1]
     flags += ["--ckpt-freq", STORED_AFTER, "--keep-checkpoints", 1, "--lr", 1e-2]
     runs = Runs(tmp_path, flags=flags)
-    assert runs.finish("run", chapter=chapter, ranks=ranks) == [0] * ranks
+    assert runs.finish("run", *old_flags, chapter=chapter, ranks=ranks) == [0] * ranks
+    said = "".join(runs.said("run", rank) for rank in range(ranks))
+    assert said.count("is no longer a flag and is ignored") == sum(
+        str(word).startswith("--") for word in old_flags
+    )
     assert len(runs.samples("run")) == STORED_STEPS - STORED_AFTER, "the others are not repeated"
     expected = json.loads((tmp_path / "losses.json").read_text())
     losses = [line["loss"] for line in read_metrics(runs.folder / "run")]
@@ -262,8 +275,8 @@ def check_that_the_training_goes_on(folder: Path, monkeypatch) -> None:
     monkeypatch.setattr(filesystem, "_write_item", write)
     saved, loaded, state = make_run(), make_run(), {"step": 0}
     saved_tensors = copy.deepcopy(saved[0].state_dict())
-    checkpoints = checkpoints_of(folder, {}, keep=1)
-    checkpoints.write_in_background(timeout_s=60)
+    args = argparse.Namespace(checkpoint_dir=None, keep_checkpoints=1, dist_timeout=60)
+    checkpoints = async_checkpoint.Checkpoints(args, folder, {})
     checkpoints.save(*saved, {"step": 1})
     for parameter in saved[0].parameters():
         torch.nn.init.zeros_(parameter)
@@ -290,7 +303,7 @@ def test_async_training_goes_on(process_group, tmp_path, monkeypatch):
 @pytest.mark.check
 def test_planted_tensors_that_train_on_are_noticed(process_group, tmp_path, monkeypatch):
     """They are not copied."""
-    stager = checkpoint.BlockingAsyncStager
+    stager = async_checkpoint.BlockingAsyncStager
     monkeypatch.setattr(stager, "stage", lambda self, content: content)
     with pytest.raises(AssertionError, match="weight"):
         check_that_the_training_goes_on(tmp_path, monkeypatch)
