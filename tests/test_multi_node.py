@@ -20,7 +20,7 @@ from pathlib import Path
 import psutil
 import pytest
 from cluster import PATIENCE_S, Cluster, give_up
-from helpers import EXACT, ROOT, commands, read_metrics
+from helpers import EXACT, ROOT, commands, copy_repository, read_metrics
 from runner import finish, start
 from transformers import AutoTokenizer
 
@@ -63,9 +63,9 @@ class Lab:
         return {**self.cluster.env, **{key: str(value) for key, value in own.items()}}
 
     def submit(
-        self, job: str, name: str, *args: object, options: tuple = (), data=None, **env: object
+        self, job: str | Path, name: str, *args: object, options=(), data=None, **env: object
     ) -> str:
-        """Submit a job file of the repository; return the job's number."""
+        """Submit a job file of the repository, or one elsewhere; return the job's number."""
         output = f"--output={self.folder}/{name}.log"
         flags = self.flags(name, *args, data=data)
         return subprocess.check_output(
@@ -271,6 +271,34 @@ def test_same_losses_over_ssh(lab):
     Cluster.until(lambda: not any(lab.processes(node, "train_llm.py") for node in NODES))
     lab.assert_same("ssh")
     assert lab.hosts("ssh") == ["node1", "node1", "node2", "node2"]
+
+
+@pytest.mark.ci
+def test_job_file_of_a_variant(lab, tmp_path):
+    """It trains the variant on two nodes, without a variable of the shell that submits it.
+
+    Slurm's signal before the end of its time requeues the job, which then resumes the run.
+    """
+    copy_repository(tmp_path)
+    make = [sys.executable, "-m", "common.variants", "4", "reduce-every-backward"]
+    subprocess.run(make, cwd=tmp_path, check=True)
+    env = lab.environment("variant", PAUSE=0.5)
+    passed_on = ("NOTES", "PAUSE", "PYTHONPATH", "OMP_NUM_THREADS", "WANDB_MODE")
+    exports = "".join(f"export {name}={shlex.quote(env[name])}\n" for name in passed_on)
+    shutil.rmtree(tmp_path / ".venv", ignore_errors=True)  # links
+    python = tmp_path / ".venv/bin/python"
+    python.parent.mkdir(parents=True)
+    python.write_text(f'#!/bin/sh\n{exports}exec {shlex.quote(sys.executable)} "$@"\n')
+    python.chmod(0o755)
+    job_file = tmp_path / "variants/04-fsdp+reduce-every-backward/job.sbatch"
+    number = lab.submit(job_file, "variant", options=("--export=NONE",))
+    lab.wait_for_step("variant", 6)
+    lab.cluster.shell("scancel", "--signal=USR1", number)
+    assert lab.ends(number) == ("COMPLETED", 1), lab.log("variant")
+    assert lab.stops("variant")
+    assert lab.log("variant").count("chapter 04-fsdp with reduce-every-backward\n") == 2
+    lab.assert_same("variant")
+    assert lab.hosts("variant") == ["node1"] * 4 + ["node2"] * 4, "two starts of two by two"
 
 
 # --- a run that is hit, on two nodes of one rank: bit by bit the run that was not ---
