@@ -9,6 +9,7 @@ import re
 import sys
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).parents[1]))  # for common
 sys.path.insert(0, str(Path(__file__).parent))
 import files
 import scripts
@@ -26,7 +27,7 @@ include_patterns = [
     "[0-9][0-9]-*/lab.ipynb",
     *scripts.PATTERNS,
 ]
-exclude_patterns = [".*", "build", "outputs", "wandb", *scripts.EXCLUDED]
+exclude_patterns = [".*", "build", "outputs", "variants", "wandb", *scripts.EXCLUDED]
 source_suffix = {".md": "myst-nb", ".ipynb": "myst-nb", ".py": "script", ".diff": "script"}
 extensions = ["myst_nb", "sphinx_copybutton"]
 nb_execution_mode = "off"
@@ -46,7 +47,7 @@ pygments_style, pygments_dark_style = "a11y-high-contrast-light", "github-dark"
 def short_title(page: Path) -> str:
     """Return what the sidebar calls a page: its heading, up to a colon if it is long."""
     if page.suffix == ".diff":
-        return f"Diff: {page.stem}"
+        return f"{'Variant' if scripts.variant_of(page) else 'Diff'}: {page.stem}"
     heading = re.search(r"^# (.+)$", page.read_text(), re.MULTILINE)[1]
     if chapter := re.match(r"Chapter (\d+): ([^,]+)", heading):
         return " ".join(chapter.groups())

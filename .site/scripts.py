@@ -1,8 +1,9 @@
 """The page of a script shows all of its lines, and what its chapter changes in it.
 
 The source of such a page is a chapter's train_llm.py, compared with the chapter before, or a .diff
-file, whose page shows the patched script. The lines are those of `git diff`. Each block of a diff
-on another page has links to its lines, and the lines have links back.
+file, whose page shows the patched script. A variant that needs others is compared with the script
+that has those. The lines are those of `git diff`. Each block of a diff on another page has links to
+its lines, and the lines have links back.
 """
 
 import html
@@ -10,7 +11,7 @@ import re
 import shutil
 import subprocess
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import cache
 from itertools import groupby, zip_longest
 from pathlib import Path
@@ -22,6 +23,8 @@ from sphinx.environment import BuildEnvironment
 from sphinx.errors import ExtensionError
 from sphinx.parsers import Parser
 from sphinx.transforms import SphinxTransform
+
+from common import variants
 
 ROOT = Path(__file__).parents[1]
 PATTERNS = ["[0-9][0-9]-*/train_llm.py", "[0-9][0-9]-*/**.diff"]
@@ -46,18 +49,48 @@ class Line(NamedTuple):
 
 
 @cache
+def variant_of(source: Path) -> variants.Variant | None:
+    """Return the variant whose .diff file is the source of a page, or None for other sources."""
+    variant = variants.read_variant(source) if source.suffix == ".diff" else None
+    return variant if variant and variant.needs else None
+
+
+def base_of(source: Path) -> tuple[Path, tuple[str, ...]]:
+    """Return the script that a .diff file changes, and the variants that it has before.
+
+    A variant is shown in its folder's chapter, or in the first chapter that it applies to.
+    """
+    if variant := variant_of(source):
+        own = int(source.relative_to(ROOT).parts[0][:2])
+        number = own if own in variant.needs else min(variant.needs)
+        return ROOT / variants.CHAPTERS[number] / "train_llm.py", variant.needs[number]
+    return patched_script(source), ()
+
+
+def script_with(script: Path, names: tuple[str, ...]) -> str:
+    """Return the text of a chapter's script with some variants."""
+    chapter = script.parent.name
+    with tempfile.TemporaryDirectory() as folder:
+        chosen = variants.choose(number_of(script), names)
+        variants.fill(Path(folder), Path(chapter), chapter, chosen)
+        return Path(folder, "train_llm.py").read_text()
+
+
+@cache
 def before_and_after(source: Path) -> tuple[str, str]:
     """Return the older and the newer text of what a page's source shows; chapter 1 has no older."""
     if source in SCRIPTS:
         before = SCRIPTS[max(0, SCRIPTS.index(source) - 1)]
         return before.read_text(), source.read_text()
-    before = patched_script(source)
+    script, names = base_of(source)
+    if variant_of(source):
+        return script_with(script, names), script_with(script, (*names, source.stem))
     with tempfile.TemporaryDirectory() as folder:
-        script = Path(folder, before.relative_to(ROOT))
-        script.parent.mkdir(parents=True)
-        shutil.copy(before, script)
+        patched = Path(folder, script.relative_to(ROOT))
+        patched.parent.mkdir(parents=True)
+        shutil.copy(script, patched)
         subprocess.run(["git", "apply", source], cwd=folder, check=True)
-        return before.read_text(), script.read_text()
+        return script.read_text(), patched.read_text()
 
 
 def patched_script(diff: Path) -> Path:
@@ -202,7 +235,9 @@ class ScriptParser(Parser):
         env = document.settings.env
         source = Path(env.doc2path(env.docname))
         section = nodes.section("", nodes.title("", title(source)), ids=["script"])
-        section += nodes.raw("", page_of(source, links_back(source, env)), format="html")
+        links = {} if source in SCRIPTS else links_to_variants(source, env)
+        shown = introduction(source, links) + page_of(source, links_back(source, env))
+        section += nodes.raw("", shown, format="html")
         document += section
         self.finish_parse()
 
@@ -226,7 +261,7 @@ def page_of(source: Path, links: dict[str, str]) -> str:
             rows.append(f'<span class="row explained">Explained in {links[line.anchor]}\n</span>')
         rows.append(row(line, code))
     return (
-        f"{introduction(source)}{sections(all_lines(source))}"
+        f"{sections(all_lines(source))}"
         f'<div class="highlight script"><pre>{"".join(rows)}</pre></div>'
     )
 
@@ -269,26 +304,59 @@ def number_of(script: Path) -> int:
 def title(source: Path) -> str:
     if source in SCRIPTS:
         return f"Chapter {number_of(source)}: train_llm.py"
-    return f"{source.stem}: chapter {number_of(patched_script(source))} with this diff"
+    kind = "variant" if variant_of(source) else "diff"
+    return f"{source.stem}: chapter {number_of(base_of(source)[0])} with this {kind}"
 
 
-def introduction(source: Path) -> str:
+def introduction(source: Path, links: dict[str, str]) -> str:
+    """Return what stands above a script; links: by name, the pages of variants."""
     lines = all_lines(source)
     added, removed = (sum(line.sign == sign for line in lines) for sign in "+-")
     if not added + removed:
         return f"<p>The complete script has {len(lines)} lines.</p>"
+    about = ""
     if source in SCRIPTS:
-        base = number_of(source) - 1
+        base = f"chapter {number_of(source) - 1}"
         command = f"make diff CHAPTER={number_of(source)}"
     else:
-        base = number_of(patched_script(source))
+        script, needed = base_of(source)
+        base = f"chapter {number_of(script)}"
         command = f"git apply {source.relative_to(ROOT)}"
+        if variant := variant_of(source):
+            words = " ".join(sorted([*needed, source.stem]))
+            command = f'make variant CHAPTER={number_of(script)} WITH="{words}"'
+            about = f"<p>{html.escape(variant.title)}{also_for(variant, number_of(script))}</p>"
+        if needed:
+            base += f" with {listed(links[name] for name in needed)}"
     return (
-        f'<p><span class="new">{added} lines</span> are new or changed since chapter {base}, and '
-        f'<span class="old"><del>{removed} lines</del></span> of chapter {base} are gone. '
+        f'{about}<p><span class="new">{added} lines</span> are new or changed since {base}, and '
+        f'<span class="old"><del>{removed} lines</del></span> are gone. '
         f'<a href="{source.stem}-side-by-side.html">Compare both scripts side by side</a>, or run '
         f"<code>{command}</code>.</p>"
     )
+
+
+def also_for(variant: variants.Variant, shown: int) -> str:
+    """Return a sentence about the other chapters that a variant applies to."""
+    others = [str(number) for number in sorted(variant.needs) if number != shown]
+    if not others:
+        return ""
+    return f" The variant also applies to chapter{'s' * (len(others) > 1)} {listed(others)}."
+
+
+def listed(words: Iterable[str]) -> str:
+    *first, last = words
+    return f"{', '.join(first)} and {last}" if first else last
+
+
+def links_to_variants(source: Path, env: BuildEnvironment) -> dict[str, str]:
+    """Map the names of the variants that a page's variant needs to links to their pages."""
+    script, names = base_of(source)
+    links = {}
+    for variant in variants.choose(number_of(script), names):
+        uri = env.app.builder.get_relative_uri(env.docname, env.path2doc(str(variant.path)))
+        links[variant.name] = f'<a href="{uri}">{variant.name}</a>'
+    return links
 
 
 def sections(lines: list[Line]) -> str:
@@ -326,12 +394,25 @@ def side_by_side(app) -> Iterator[tuple[str, dict, str]]:
 
 
 def column_names(source: Path, docname: str, app) -> Iterator[str]:
-    """Yield links to the complete scripts of both columns."""
-    older = SCRIPTS[SCRIPTS.index(source) - 1] if source in SCRIPTS else patched_script(source)
-    for age, script in (("old", older), ("new", source)):
+    """Yield links to the complete scripts of both columns.
+
+    If a variant needs several others, no page has the older script. Then the link leads to the
+    chapter's.
+    """
+    if source in SCRIPTS:
+        older, needed = SCRIPTS[SCRIPTS.index(source) - 1], ()
+        newer_name = f"Chapter {number_of(source)}"
+    else:
+        older, needed = base_of(source)
+        newer_name = f"With {source.name}"
+    older_name = f"Chapter {number_of(older)}"
+    if needed:
+        older_name += f" with {listed(needed)}"
+    if len(needed) == 1:
+        older = variants.choose(number_of(older), needed)[0].path
+    for age, script, shown in (("old", older, older_name), ("new", source, newer_name)):
         uri = app.builder.get_relative_uri(docname, app.env.path2doc(str(script)))
-        name = f"Chapter {number_of(script)}" if script in SCRIPTS else f"With {script.name}"
-        yield f'<span class="{age}"><a href="{uri}">{name}</a></span>'
+        yield f'<span class="{age}"><a href="{uri}">{shown}</a></span>'
 
 
 def sides(source: Path) -> Iterator[str]:

@@ -19,8 +19,10 @@ from unittest import mock
 import pytest
 import report
 from cluster import give_up
-from helpers import CHAPTERS, ROOT, changed, copy_repository, environment, name_of, patch
+from helpers import CHAPTERS, ROOT, apply, changed, copy_repository, environment, name_of, patch
 from playwright.sync_api import Browser, Page, sync_playwright
+
+from common import variants
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 # It must look for nothing on the network. As root, it cannot make its sandbox.
@@ -136,9 +138,23 @@ def before_and_after(source: Path, folder: Path) -> list[Path]:
     if source.suffix == ".py":
         scripts = [ROOT / chapter / "train_llm.py" for chapter in CHAPTERS]
         return scripts[scripts.index(source) - 1 :][:2]
-    (chapter,) = re.findall(r"^--- a/(\S+)/train_llm.py", source.read_text(), re.MULTILINE)
-    patched = patch(chapter, folder, diff=source)
-    return [each / "train_llm.py" for each in (ROOT / chapter, patched)]
+    variant = variants.read_variant(source)
+    if not variant.needs:
+        (chapter,) = re.findall(r"^--- a/(\S+)/train_llm.py", source.read_text(), re.MULTILINE)
+        patched = patch(chapter, folder, diff=source)
+        return [each / "train_llm.py" for each in (ROOT / chapter, patched)]
+    # The chapter of the variant's folder or, if it does not apply there, the first one.
+    number = int(name_of(source)[:2])
+    number = number if number in variant.needs else min(variant.needs)
+    script = ROOT / variants.CHAPTERS[number] / "train_llm.py"
+    before, after = folder / "before/train_llm.py", folder / "after/train_llm.py"
+    diffs = [each.path for each in variants.choose(number, variant.needs[number])]
+    for copy, applied in ((before, diffs), (after, [*diffs, source])):
+        copy.parent.mkdir(parents=True)
+        shutil.copy(script, copy)
+        for diff in applied:
+            assert apply(diff, copy.parent, "-p2").returncode == 0, diff
+    return [before, after]
 
 
 def rows(page: Path) -> dict[str, tuple[str, str, str]]:
@@ -153,7 +169,7 @@ def rows(page: Path) -> dict[str, tuple[str, str, str]]:
 def test_pages_of_scripts_show_both_scripts_and_the_lines_of_git_diff(site, tmp_path):
     """On one page with marks, and on another side by side."""
     for source in scripts_and_diffs()[1:]:
-        before, after = before_and_after(source, tmp_path / source.parent.name / source.stem)
+        before, after = before_and_after(source, tmp_path / name_of(source))
         command = ["git", "diff", "--no-index", "--no-color", "--no-ext-diff", before, after]
         diff = subprocess.run(command, capture_output=True, text=True).stdout
         shown = [*rows(site / page_of(source)).values()]
@@ -173,9 +189,9 @@ def test_pages_of_scripts_show_both_scripts_and_the_lines_of_git_diff(site, tmp_
 
 @pytest.mark.ci
 def test_each_hunk_of_a_lesson_is_linked_with_its_lines(site):
+    """A hunk of a variant, with the lines on the variant's page."""
     for chapter in CHAPTERS:
         lesson = article(site / chapter / "README.html").split('id="the-diff"')[1]
-        lines = rows(site / chapter / "train_llm.html")
         script = (ROOT / chapter / "train_llm.py").read_text()
         language = "python" if chapter == CHAPTERS[0] else "diff"
         block = rf'<div class="highlight-{language} .*?<pre>(.*?)</pre>(.*?)</p>'
@@ -184,13 +200,29 @@ def test_each_hunk_of_a_lesson_is_linked_with_its_lines(site):
         for code, links in hunks:
             if language == "python" and text_of(code) not in script:
                 continue  # it is from common
-            places = re.findall(r'href="train_llm.html#(\w+)"', links)
+            places = re.findall(r'href="(train_llm|diffs/[\w-]+)\.html#(\w+)"', links)
             pieces = re.split(r"^@@.*\n", text_of(code), flags=re.MULTILINE)
-            for piece, place in zip(filter(None, pieces), places, strict=True):
+            for piece, (source, place) in zip(filter(None, pieces), places, strict=True):
+                page = site / chapter / f"{source}.html"
                 shown = [line[1:] if language == "diff" else line for line in piece.splitlines()]
-                assert lines[place][2] in shown
-                back = rf'href="README.html#train_llm-{place}">.*\n</span><span class="row \w+" id='
-                assert re.search(f'{back}"{place}"', read(site / chapter / "train_llm.html")), place
+                assert rows(page)[place][2] in shown
+                back = rf'README.html#{page.stem}-{place}">.*\n</span><span class="row \w+" id='
+                assert re.search(f'{back}"{place}"', read(page)), (chapter, source, place)
+
+
+@pytest.mark.ci
+def test_pages_of_variants_say_what_they_show(site):
+    """The title, the command that makes the variant, and links to the variants that it needs."""
+    for source in scripts_and_diffs():
+        if source.suffix == ".diff" and (variant := variants.read_variant(source)).needs:
+            shown = article(site / page_of(source)).split('<p class="sections">')[0]
+            assert variant.title in text_of(shown), source
+            chapter, names = re.search(
+                r'make variant CHAPTER=(\d) WITH="(.+)"', text_of(shown)
+            ).groups()
+            assert {*names.split()} == {variant.name, *variant.needs[int(chapter)]}
+            for name in variant.needs[int(chapter)]:
+                assert re.search(rf'<a href="[^"]*{name}.html">{name}</a>', shown), source
 
 
 def test_planted_mistakes_are_warnings(tmp_path):
