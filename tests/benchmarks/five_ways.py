@@ -3,16 +3,16 @@
 python tests/benchmarks/five_ways.py --output tests/benchmarks/results/five_ways_cpu.json
 
     single          chapter 1
-    data-parallel   chapter 1 with data-parallel.diff; needs GPUs
+    data-parallel   chapter 1 with the variant data-parallel; needs GPUs
     ddp             chapter 2
-    zero1           chapter 2 with --zero1
+    zero1           chapter 2 with the variant zero1
     fsdp            chapter 5, which is chapter 4 with --precision
-    horovod         chapter 2 with horovod.diff; needs Horovod, and trains on CPUs
+    horovod         chapter 2 with the variant horovod; needs Horovod, and trains on CPUs
 
-Each way trains in float32 (TF32 on a GPU) and in bf16, which autocast-01.diff or autocast-02.diff
-adds to chapters 1 and 2. Nothing is compiled, because DataParallel cannot be. All rows have the
-same model, weights, global batch and order of samples. Each round trains every row once, every
-other round backwards, so that no row always runs on a warm machine.
+Each way trains in float32 (TF32 on a GPU) and in bf16, which the variant autocast adds to chapters
+1 and 2. Nothing is compiled, because DataParallel cannot be. All rows have the same model, weights,
+global batch and order of samples. Each round trains every row once, every other round backwards, so
+that no row always runs on a warm machine.
 
 A speed is the median of the lines of metrics.jsonl, without the first third.
 """
@@ -39,29 +39,31 @@ from machine import (
 )
 
 SINGLE, DDP, FSDP = "01-single-gpu", "02-ddp", "05-mixed-precision"
-WAYS = {  # chapter, diff, flags
-    "single": (SINGLE, None, ()),
-    "data-parallel": (SINGLE, "data-parallel.diff", ()),
-    "ddp": (DDP, None, ()),
-    "zero1": (DDP, None, ("--zero1",)),
-    "fsdp": (FSDP, None, ()),
-    "horovod": (DDP, "horovod.diff", ()),
+WAYS = {  # chapter and variants
+    "single": (SINGLE, ()),
+    "data-parallel": (SINGLE, ("data-parallel",)),
+    "ddp": (DDP, ()),
+    "zero1": (DDP, ("zero1",)),
+    "fsdp": (FSDP, ()),
+    "horovod": (DDP, ("horovod",)),
 }
-# DataParallel's copies of a model share its attributes, and its class.
-AUTOCAST = "model.forward = autocast(model.forward)"
-AUTOCAST_OF_COPIES = "type(model).forward = autocast(type(model).forward)"
+# The variant autocast changes the model's attributes, which DataParallel's copies share. They also
+# share its class.
+COPIES = "    parallel_model = torch.nn.DataParallel(model)\n"
+AUTOCAST = "torch.autocast(device.type, torch.bfloat16)(type(model).forward)"
+AUTOCAST_OF_COPIES = f"    type(model).forward = {AUTOCAST}\n{COPIES}"
 LINES = 8  # of metrics.jsonl
 
 
-def patched(way: str, precision: str, folder: Path) -> Path:
-    """Return the script of a row: a copy of the chapter's, with up to two diffs."""
-    chapter, diff, _ = WAYS[way]
-    diffs = [f"{DDP}/diffs/{diff}"] if diff else []
-    if precision == "bf16" and chapter != FSDP:
-        diffs.insert(0, f"{FSDP}/diffs/autocast-{chapter[:2]}.diff")
-    script = copy_chapter(chapter, folder, *diffs) / "train_llm.py"
-    if way == "data-parallel" and precision == "bf16":
-        replace_in(script, AUTOCAST, AUTOCAST_OF_COPIES)
+def script_of(way: str, precision: str, folder: Path) -> Path:
+    """Return the script of a row, in a copy of the chapter with the row's variants."""
+    chapter, names = WAYS[way]
+    with_autocast = precision == "bf16" and chapter != FSDP
+    if with_autocast and way != "data-parallel":
+        names = (*names, "autocast")
+    script = copy_chapter(chapter, folder, *names) / "train_llm.py"
+    if with_autocast and way == "data-parallel":
+        replace_in(script, COPIES, AUTOCAST_OF_COPIES)
     return script
 
 
@@ -74,12 +76,11 @@ def launcher(way: str, processes: int) -> list[str]:
 def train(row: dict, seed: int, args: argparse.Namespace, folder: Path) -> None:
     """Train once in a new folder; add the speed, the peaks and the losses to the row's runs."""
     way, precision = row["label"].split(":")
-    # A chapter's own script needs no precision for float32, and chapter 5 always names it.
-    flags = ["--precision", precision] if precision == "bf16" or way == "fsdp" else []
+    flags = ["--precision", precision] if way == "fsdp" else []
     peaks = folder / "peaks"
     peaks.mkdir()
     words = [*launcher(way, row["processes"]), Path(__file__).with_name("with_peaks.py")]
-    words += [peaks, patched(way, precision, folder), *WAYS[way][2], *flags]
+    words += [peaks, script_of(way, precision, folder), *flags]
     words += ["--seed", seed, "--save-dir", folder, "-e", "run"]
     words += ["--max-steps", args.steps, "--log-freq", args.steps // LINES]
     words += ["--eval-sequences", 1, "--ckpt-freq", args.steps, *args.training.split()]

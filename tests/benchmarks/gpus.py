@@ -146,12 +146,12 @@ def kill(process: subprocess.Popen) -> None:
 
 
 def parallel(args: argparse.Namespace) -> list[Row]:
-    diffs, folder = f"{MIXED}/diffs", args.folder
+    folder = args.folder
     model = "-m llama-tiny-8-heads" if args.tiny else write_llama_1b(folder / "llama-1b")
-    context = copy_chapter(MIXED, folder / "context", f"{diffs}/context-parallel.diff")
+    context = copy_chapter(MIXED, folder / "context", "context-parallel", "mesh")
     not_merged = copy_chapter(context, folder / "not-merged")
     replace_in(not_merged / "context_attention.py", *NOT_MERGED)
-    tensor = copy_chapter(MIXED, folder / "tensor", f"{diffs}/tensor-parallel.diff")
+    tensor = copy_chapter(MIXED, folder / "tensor", "mesh", "tensor-parallel")
     pipelined = copy_chapter(tensor, folder / "async")
     replace_in(pipelined / "train_llm.py", COMPILE, ASYNC + COMPILE)
     with_context, with_tensor = "--context-parallel 2", "--tensor-parallel 2"
@@ -162,7 +162,7 @@ def parallel(args: argparse.Namespace) -> list[Row]:
         long = length > 16384
         per_gpu = sequences // 2 if chapter == MIXED else sequences
         words = f"{model} -s {length} -b {per_gpu} --global-batch-size {sequences} {flags}"
-        words += " --activation-checkpointing full --log-freq 1" if long else " --log-freq 4"
+        words += " --activation-checkpointing --log-freq 1" if long else " --log-freq 4"
         steps, warm_up = (6, 2) if long else (20, 8)
         rows.append(Row(label, 2, chapter, words, steps, warm_up))
 
@@ -185,13 +185,14 @@ def parallel(args: argparse.Namespace) -> list[Row]:
 
 
 def scaling(args: argparse.Namespace) -> list[Row]:
-    ddp = copy_chapter(DDP, args.folder / "autocast-02", f"{MIXED}/diffs/autocast-02.diff")
+    ddp = copy_chapter(DDP, args.folder / "ddp", "autocast", "workers")
+    fsdp = copy_chapter(MIXED, args.folder / "fsdp", "workers")
     rows = []
     for sequences, gpus in product((512, 64, 32, 16), (1, 2, 4)):
         freq = 2 if sequences == 512 else 10
         words = f"{GPT2} --compile -b {min(64, sequences // gpus)}"
         words += f" --global-batch-size {sequences} --num-workers 2 --log-freq {freq}"
-        chapters = {"DDP": ddp, "FSDP": MIXED} if sequences == 512 else {"DDP": ddp}
+        chapters = {"DDP": ddp, "FSDP": fsdp} if sequences == 512 else {"DDP": ddp}
         for name, chapter in chapters.items():
             label = f"{name}, {sequences} sequences on {gpus}"
             rows.append(Row(label, gpus, chapter, words, 10 * freq, 4 * freq))

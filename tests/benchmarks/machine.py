@@ -15,6 +15,8 @@ from pathlib import Path
 
 import torch
 
+from common import variants
+
 REPOSITORY = Path(__file__).resolve().parents[2]
 RESULTS = Path(__file__).parent / "results"
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node"]
@@ -27,14 +29,20 @@ def output_parser(doc: str) -> argparse.ArgumentParser:
     return parser
 
 
-def copy_chapter(chapter: str | Path, folder: Path, *diffs: str) -> Path:
-    """Copy a chapter into a folder, and apply diffs of the repository; return the copy."""
+def copy_chapter(chapter: str | Path, folder: Path, *names: str) -> Path:
+    """Copy a chapter into a folder; return the copy.
+
+    chapter: a folder of the repository, or a changed copy of one. names: variants of the chapter,
+    all that they need included.
+    """
     source = REPOSITORY / chapter
     copy = folder.resolve() / source.name
     shutil.rmtree(copy, ignore_errors=True)
-    shutil.copytree(source, copy)
-    for diff in diffs:  # -C0: two diffs change neighbouring lines
-        subprocess.run(["git", "apply", "-C0", REPOSITORY / diff], cwd=folder, check=True)
+    if names:
+        copy.mkdir(parents=True)
+        variants.fill(copy, copy, source.name, variants.choose(int(source.name[:2]), names))
+    else:
+        shutil.copytree(source, copy)
     return copy
 
 
