@@ -1,6 +1,5 @@
 """What all ranks refuse together, in one sentence and with status 2."""
 
-import argparse
 import contextlib
 import functools
 import os
@@ -14,12 +13,12 @@ from unittest import mock
 
 import pytest
 import torch
-from helpers import listing, speak_at_once, write_corpus, write_narrow
-from runner import Ranks, Series
+from helpers import ROOT, listing, make_variant, speak_at_once, write_corpus, write_narrow
+from runner import Ranks, Series, load_script
 from transformers import AutoConfig, AutoModelForCausalLM
 
-import precision
-from common import models
+import fp8
+from common import cli, launch, models
 from common.cli import RunError
 
 NODES, FSDP, PRECISION = "03-multi-node", "04-fsdp", "05-mixed-precision"
@@ -47,20 +46,6 @@ def flags(folder: Path, name: str, *args: object) -> list[object]:
 
 
 @contextlib.contextmanager
-def cannot_multiply_in(dtype: torch.dtype) -> Iterator[None]:
-    """As PyTorch says it of a device that has no such product."""
-    product = torch.Tensor.__matmul__
-
-    def multiply(one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-        if one.dtype == dtype:
-            raise RuntimeError(f'"addmm_impl_cpu_" not implemented for {str(dtype)[6:]!r}')
-        return product(one, other)
-
-    with mock.patch.object(torch.Tensor, "__matmul__", multiply):
-        yield
-
-
-@contextlib.contextmanager
 def on_a_node_of_its_own(folder: Path, rank: int) -> Iterator[None]:
     """A relative path is another one for each rank."""
     with (
@@ -72,31 +57,50 @@ def on_a_node_of_its_own(folder: Path, rank: int) -> Iterator[None]:
 
 @pytest.mark.check
 @pytest.mark.parametrize(
-    ("name", "param_dtype", "capability", "expected"),
+    ("capability", "expected"),
     [
-        ("fp8", "float32", None, "and this device is a cpu: give --precision bf16."),
-        ("fp8", "float32", (8, 6), f"and this device is {GPU}: give --precision bf16."),
-        ("fp8", "float32", (8, 9), "--precision fp8 needs torchao: install it with pip "),
-        ("fp32", "bfloat16", None, "--precision fp32 needs float32 weights, but --param-dtype"),
+        ((8, 6), f"and this device is {GPU}: "),
+        ((8, 9), "fp8 needs torchao: install it with pip "),
     ],
 )
-def test_a_precision_that_cannot_be(monkeypatch, name, param_dtype, capability, expected):
-    """On a CPU, or on a GPU of this compute capability, without torchao."""
+def test_fp8_that_cannot_be(monkeypatch, capability, expected):
+    """On a GPU of this compute capability, without torchao; test_fp8.py has the CPU."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: capability)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda _: GPU)
     monkeypatch.setitem(sys.modules, "torchao", None)
-    args = argparse.Namespace(precision=name, param_dtype=param_dtype)
-    device = torch.device("cuda:0" if capability else "cpu")
     with pytest.raises(RunError, match=re.escape(expected)):
-        precision.check_precision(args, device)
+        fp8.check_fp8(torch.device("cuda:0"))
+
+
+class SetUpError(Exception):
+    """A script has got as far as its log."""
 
 
 @pytest.mark.check
-def test_a_loss_scale_that_cannot_recover():
-    for scale in (65536.0, precision.SMALLEST_SCALE):
-        precision.check_scale(scale)
-    with pytest.raises(RunError, match="no step has finite gradients: give --precision bf16"):
-        precision.check_scale(precision.SMALLEST_SCALE / 2)
+@pytest.mark.parametrize("precision", ["bf16", "tf32", "fp32"])
+def test_a_gpu_without_bfloat16(monkeypatch, precision):
+    """PyTorch emulates it there, many times slower; the default asks for it."""
+    for name, value in launch.SINGLE_PROCESS.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
+    emulated = lambda including_emulation=True: including_emulation  # noqa: E731
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", emulated)
+    monkeypatch.setattr(cli, "start_log", mock.Mock(side_effect=SetUpError))
+    flags = () if precision == "bf16" else ("--precision", precision)
+    monkeypatch.setattr(sys, "argv", ["train_llm.py", *flags])
+    before = torch.get_float32_matmul_precision()
+    script = load_script(ROOT / PRECISION / "train_llm.py")
+    try:
+        if flags:
+            with pytest.raises(SetUpError):
+                script.main()
+            return
+        with pytest.raises(RunError, match=r"^This GPU does not have bfloat16: give --precision "):
+            script.main()
+    finally:
+        torch.set_float32_matmul_precision(before)
 
 
 # --- what two ranks refuse ---
@@ -110,12 +114,10 @@ def with_flag(log_freq: str) -> Iterator[None]:
 
 def refused(nodes: Path) -> dict[str, tuple]:
     """Return by name: chapter, arguments, what to run it in, the sentence's beginning."""
-    no_bf16 = functools.partial(cannot_multiply_in, torch.bfloat16)
     own_nodes = [functools.partial(on_a_node_of_its_own, nodes, rank) for rank in range(2)]
+    hsdp = str(make_variant(nodes, FSDP, "hsdp"))
     return {
-        "by default": (PRECISION, (), no_bf16, r"This device \(a cpu\) does not support \S+ bf16:"),
-        "fp32 works": (PRECISION, ("--precision", "fp32"), no_bf16, None),
-        "one node": (FSDP, ("--hsdp",), None, "--hsdp needs several nodes, with equally many"),
+        "one node": (hsdp, (), None, "HSDP needs several nodes, with equally many ranks on each"),
         "own data": (
             *(NODES, ("-d", "corpus.json"), own_nodes),
             r"Rank 1 on node1 has dataset_checksum \w+, rank 0 on node0 has \w+: give all",
@@ -135,25 +137,23 @@ def test_two_ranks_refuse(folder, tmp_path):
         (tmp_path / str(rank) / "corpus.json").write_text(text)
     cases, before, runs = refused(tmp_path), set(listing(folder)), {}
     said = {name: [tmp_path / f"{name}-{rank}" for rank in range(2)] for name in cases}
-    for name, (chapter, args, within, expected) in cases.items():
+    for name, (chapter, args, within, _) in cases.items():
         runs[name] = {
             "args": flags(folder, name.replace(" ", "-"), *args),
             "chapter": chapter,
             "within": within,
-            "expect": 2 if expected else 0,
+            "expect": 2,
             "stderr_file": [str(file) for file in said[name]],
         }
     series = Series(2, runs, tmp_path / "ended")
     for name, (*_, expected) in cases.items():
         series.assert_ended(name)
-        if expected is None:
-            continue
         first, second = (file.read_text() for file in said[name])
         sentence = first.splitlines()[-1]
         assert re.match(expected, sentence) and "Traceback" not in first, name
         assert second == f"[rank 1] {sentence}\n", name
     new = {Path(path).relative_to(folder).parts[0] for path in listing(folder).keys() - before}
-    assert new == {"fp32-works", "own-data"}
+    assert new == {"own-data"}
     assert {path.name for path in (folder / "own-data").iterdir()} == {".lock", "checkpoints"}
 
 

@@ -1,4 +1,4 @@
-"""torch.nn.DataParallel as a diff of chapter 1: one process, and the same losses.
+"""torch.nn.DataParallel as a variant of chapter 1: one process, and the same losses.
 
 Two devices are simulated: DataParallel's own copies of the model run on the CPU, each in a thread.
 """
@@ -11,29 +11,30 @@ from pathlib import Path
 
 import pytest
 import torch
+from five_ways import AUTOCAST_OF_COPIES, COPIES
 from helpers import (
     CHAPTERS,
     EXACT,
     ROOT,
-    apply,
     hand_over,
-    patch,
+    make_variant,
+    plant,
     read_metrics,
     register,
-    replace_in,
     run_script,
     write_corpus,
     write_narrow,
 )
 from transformers import GPT2LMHeadModel
 
+from common import variants
 from common.cli import RunError
 
-DIFF = ROOT / "02-ddp/diffs/data-parallel.diff"
-OF_THE_MODEL = "model.forward = autocast(model.forward)"
-OF_THE_CLASS = "type(model).forward = autocast(type(model).forward)"
+NAME = "data-parallel"
 SUM = (".loss.mean() /", ".loss.sum() /")
-register(DIFF, [SUM])
+IN_BFLOAT16 = (COPIES, AUTOCAST_OF_COPIES)
+register(CHAPTERS[0], [SUM], [NAME])
+register(CHAPTERS[0], [IN_BFLOAT16], [NAME])
 
 
 @pytest.fixture
@@ -59,7 +60,7 @@ def two_devices(monkeypatch) -> None:
 
 @pytest.fixture
 def run(train, tmp_path):
-    """Return a function that trains chapter 1, or a patched copy, and returns its metrics."""
+    """Return a function that trains chapter 1, or a variant, and returns its metrics."""
     few = ("-d", write_corpus(tmp_path), "-m", write_narrow(tmp_path / "narrow", "gpt2-tiny"))
     few += ("--tokenizer-name", "gpt2-tiny", "-s", 32, "--global-batch-size", 8, "-b", 2)
     few += ("--max-steps", 8, "--log-freq", 1, "--ckpt-freq", 4, "--warmup-steps", 2)
@@ -70,57 +71,56 @@ def run(train, tmp_path):
     return trained
 
 
+@pytest.fixture
+def variant(tmp_path) -> Path:
+    return make_variant(tmp_path, CHAPTERS[0], NAME)
+
+
 def column(metrics: list[dict], key: str) -> list[float]:
     return [line[key] for line in metrics if key in line]
 
 
-def test_one_device_is_chapter_1(run, tmp_path):
-    expected, found = run("one"), run("same", script=patch(CHAPTERS[0], tmp_path / "p", diff=DIFF))
+def test_one_device_is_chapter_1(run, variant):
+    expected, found = run("one"), run("same", script=variant)
     for key in EXACT:
         assert column(found, key) == column(expected, key), key
 
 
-def test_two_devices_give_the_same_losses(run, tmp_path, two_devices):
-    script = patch(CHAPTERS[0], tmp_path / "p", diff=DIFF)
-    expected, found = run("one"), run("two", script=script)
+def test_two_devices_give_the_same_losses(run, tmp_path, variant, two_devices):
+    expected, found = run("one"), run("two", script=variant)
     for key, rel in (("loss", 1e-5), ("grad_norm", 1e-3), ("eval_loss", 1e-5)):
         assert column(found, key) == pytest.approx(column(expected, key), rel=rel), key
     assert column(found, "loss") != column(expected, "loss"), "nothing was split"
-    # Chapter 1 goes on with a checkpoint of the patched script, and the other way round.
-    for source, other, chapter in (("two", "a", ROOT / CHAPTERS[0]), ("one", "b", script)):
+    # Chapter 1 goes on with a checkpoint of the variant, and the other way round.
+    for source, other, chapter in (("two", "a", ROOT / CHAPTERS[0]), ("one", "b", variant)):
         hand_over(tmp_path / source, tmp_path / other, 4)
         again = run(other, script=chapter)
         assert column(again, "loss") == pytest.approx(column(expected, "loss"), rel=1e-5)
 
 
-def test_planted_sum_changes_the_losses(run, tmp_path, two_devices):
-    script = patch(CHAPTERS[0], tmp_path / "p", (SUM,), DIFF)
+def test_planted_sum_changes_the_losses(run, tmp_path, variant, two_devices):
+    script = plant(variant, tmp_path / "planted", [SUM])
     expected, found = run("one"), run("two", script=script)
     assert column(found, "loss") != pytest.approx(column(expected, "loss"), rel=1e-3)
 
 
-def test_what_cannot_work_is_refused(run, tmp_path, monkeypatch):
-    script = patch(CHAPTERS[0], tmp_path / "p", diff=DIFF)
+def test_what_cannot_work_is_refused(run, variant, monkeypatch):
     with pytest.raises(RunError, match="cannot be compiled"):
-        run("compiled", "--compile", script=script)
+        run("compiled", "--compile", script=variant)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 3)
     with pytest.raises(RunError, match="--global-batch-size 8 must be a multiple of 3"):
-        run("uneven", script=script)
-
-
-def with_autocast(folder: Path) -> Path:
-    """Return chapter 1 with both diffs, as five_ways.py makes it."""
-    copy = patch(CHAPTERS[0], folder)
-    assert apply(DIFF, folder, "-C1").returncode == 0
-    replace_in(copy / "train_llm.py", OF_THE_MODEL, OF_THE_CLASS)
-    return copy
+        run("uneven", script=variant)
 
 
 @pytest.mark.ci
-def test_bfloat16_with_autocast(run, tmp_path, two_devices):
+def test_bfloat16_with_autocast(run, tmp_path, variant, two_devices):
+    """The class is decorated, as five_ways.py does it; the variant autocast is refused."""
+    with pytest.raises(variants.VariantError, match="autocast do not go together"):
+        variants.choose(1, [NAME, "autocast"])
+    script = plant(variant, tmp_path / "planted", [IN_BFLOAT16])
     forward = GPT2LMHeadModel.forward
     try:
-        found = run("bf16", "--lr", 1e-3, script=with_autocast(tmp_path / "p"))
+        found = run("bf16", "--lr", 1e-3, script=script)
     finally:
         GPT2LMHeadModel.forward = forward
     expected = run("one", "--lr", 1e-3)
@@ -130,10 +130,10 @@ def test_bfloat16_with_autocast(run, tmp_path, two_devices):
 
 @pytest.mark.multi_gpu
 @pytest.mark.parametrize("precision", ["tf32", "bf16"])
-def test_on_two_gpus(tmp_path, precision):
+def test_on_two_gpus(tmp_path, variant, precision):
     """Losses of one GPU, and the first GPU has more memory in use than the second."""
-    folder = tmp_path / "p"
-    script = patch(CHAPTERS[0], folder, diff=DIFF) if precision == "tf32" else with_autocast(folder)
+    changes = [] if precision == "tf32" else [IN_BFLOAT16]
+    script = plant(variant, tmp_path / "planted", changes)
     few = ("--max-steps", 10, "--log-freq", 1, "--eval-sequences", 16, "--save-dir", tmp_path)
     one = run_script(f"{CHAPTERS[0]}/train_llm.py", *few, "-e", "one", CUDA_VISIBLE_DEVICES="0")
     (tmp_path / "peaks").mkdir()

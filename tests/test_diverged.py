@@ -4,7 +4,7 @@ import json
 from pathlib import Path
 
 import pytest
-from helpers import Runs, plant, random_texts, read_metrics, register
+from helpers import Runs, make_variant, plant, random_texts, read_metrics, register
 
 from common.checkpoint import complete_checkpoints
 
@@ -31,10 +31,11 @@ def bad_gradient(step: int) -> tuple[str, str]:
     )
 
 
-# In which step it is noticed, and which checkpoint stays. With the sum of the losses only, this
-# rank's gradients are good.
+# The chapter, the ranks, the bug, variants, in which step it is noticed, and which checkpoint
+# stays. With the sum of the losses only, this rank's gradients are good.
 CASES = {
-    "one rank only": ("02-ddp", 2, [becomes_nan(LOSS, 11, 1)], ("--num-workers", 1), 12, 8),
+    "one rank only": ("02-ddp", 2, [becomes_nan(LOSS, 11, 1)], (), 12, 8),
+    "with data workers": ("03-multi-node", 2, [becomes_nan(LOSS, 11, 1)], ("workers",), 12, 8),
     "in the step of a checkpoint": ("01-single-gpu", 1, [bad_gradient(16)], (), 16, 8),
     "sharded": ("04-fsdp", 2, [bad_gradient(9)], (), 12, 8),
     "one rank's sum only": ("02-ddp", 2, [becomes_nan(RUNNING, 12, 1)], (), 12, 8),
@@ -51,17 +52,19 @@ BUGS = {
         [("(running_loss + grad_norm).isfinite()", "running_loss.isfinite()")],
     ),
 }
-for chapter, _, replaced, *_ in CASES.values():
-    register(chapter, replaced)
+for chapter, _, replaced, variants, *_ in CASES.values():
+    register(chapter, replaced, variants)
 for case, replaced in BUGS.values():
     register(CASES[case][0], replaced)
 
 
 def check_stop(folder: Path, case: str, wrong: list[tuple[str, str]] = ()) -> None:
     """Train with a script in which these texts are replaced; it stops as the case says."""
-    chapter, world_size, replaced, args, noticed, kept = CASES[case]
+    chapter, world_size, replaced, variants, noticed, kept = CASES[case]
+    if variants:
+        chapter = str(make_variant(folder, chapter, *variants))
     (folder / "corpus.json").write_text(json.dumps(random_texts(14)))
-    flags = ["-d", folder / "corpus.json", "-s", 16, "--global-batch-size", 24, *args]
+    flags = ["-d", folder / "corpus.json", "-s", 16, "--global-batch-size", 24]
     flags += ["--max-steps", STEPS, "--log-freq", LOG, "--ckpt-freq", SAVE]
     runs = Runs(folder, flags=flags)
     script = str(plant(chapter, folder / "script", [*wrong, *replaced]))

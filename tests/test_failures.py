@@ -18,12 +18,13 @@ from unittest import mock
 import fsspec
 import pytest
 from filelock import FileLock
-from helpers import Runs, newest_step, speak_at_once
+from helpers import Runs, make_variant, newest_step, speak_at_once
 from runner import SAVE_STAGES, after_steps, interrupt
 from torch.distributed.checkpoint import filesystem
 
 from common import checkpoint
 
+FSDP = "04-fsdp"
 OF_AN_EARLIER_VERSION = Path(__file__).parent / "checkpoint_2026_11.tar.xz"
 
 
@@ -33,7 +34,7 @@ class Cell:
     def __init__(self, runs: Runs, name: str, place: str, env: dict[str, str]) -> None:
         self.runs, self.name, self.env = runs, name, env
         self.args: tuple[object, ...] = ("--checkpoint-dir", place)
-        self.chapter = "01-single-gpu"
+        self.chapter = self.straight = "01-single-gpu"  # what runs, and what nobody stops
         self.fs, self.root = fsspec.url_to_fs(f"{place}/{name}")
 
     def start(self, **options: object) -> int:
@@ -65,9 +66,9 @@ class Cell:
 
     def resumes(self, step: int) -> None:
         """The next start goes on after this step, bit by bit as if nothing had happened."""
-        straight = f"straight-{self.chapter}"
+        straight = f"straight-{self.straight}"
         if not (self.runs.folder / straight).exists():
-            assert self.runs.finish(straight, chapter=self.chapter) == [0]
+            assert self.runs.finish(straight, chapter=self.straight) == [0]
         trained = len(self.runs.samples(self.name))
         assert max(self.complete(), default=0) == step
         assert self.start() == 0, self.runs.said(self.name)
@@ -191,9 +192,13 @@ def send(number: int) -> None:
     time.sleep(1)
 
 
-def in_background(row: Callable[[Cell], int], cell: Cell) -> int:
-    """The same while the training goes on."""
-    cell.chapter, cell.args = "04-fsdp", (*cell.args, "--async-checkpoint")
+def in_background(chapter: str, row: Callable[[Cell], int], cell: Cell) -> int:
+    """The same while the training goes on: a thread writes, in the variant of this chapter."""
+    folder = cell.runs.folder / "variants"
+    made = folder / f"{chapter}+async-checkpoint"
+    if not made.exists():
+        make_variant(folder, chapter, "async-checkpoint")
+    cell.chapter, cell.straight = str(made), chapter
     return row(cell)
 
 
@@ -222,22 +227,34 @@ ROWS: dict[str, Callable[[Cell], int | None]] = {
     "a full disk": a_full_disk,
 }
 IN_BACKGROUND: dict[str, Callable[[Cell], int]] = {
-    "killed: writing": functools.partial(killed, "writing"),
-    "killed: written": functools.partial(killed, "written"),
-    "killed: complete": functools.partial(killed, "complete"),
+    **{f"killed: {stage}": functools.partial(killed, stage) for stage in SAVE_STAGES},
     "Ctrl-C": interrupted_while_it_trains_on,
     "a full disk": a_full_disk,
 }
-ROWS |= {f"async: {name}": functools.partial(in_background, r) for name, r in IN_BACKGROUND.items()}
+ASYNC = {f"async: {n}": functools.partial(in_background, FSDP, r) for n, r in IN_BACKGROUND.items()}
+ASYNC["async in chapter 2: killed"] = functools.partial(
+    in_background, "02-ddp", functools.partial(killed, "writing")
+)
+ROWS |= ASYNC
 QUICK = [
     ("killed: writing", "folder"),
     ("settings cut short", "folder"),
     ("killed: written", "store"),
 ]
-TIERS = {"folder": pytest.mark.ci, "store": pytest.mark.nightly}
+# Of the variant, these are done before every change, and all others each night.
+ASYNC_IN_CI = ("async: killed: writing", "async: Ctrl-C", "async: a full disk")
+
+
+def tier_of(row: str, column: str) -> pytest.MarkDecorator | tuple:
+    if (row, column) in QUICK:
+        return ()
+    is_nightly = column == "store" or (row in ASYNC and row not in ASYNC_IN_CI)
+    return pytest.mark.nightly if is_nightly else pytest.mark.ci
+
+
 CELLS = [
-    pytest.param(row, column, marks=() if (row, column) in QUICK else tier, id=f"{row} - {column}")
-    for column, tier in TIERS.items()
+    pytest.param(row, column, marks=tier_of(row, column), id=f"{row} - {column}")
+    for column in ("folder", "store")
     for row in ROWS
 ]
 

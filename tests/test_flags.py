@@ -4,13 +4,13 @@ import argparse
 import functools
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.fsdp as fsdp
-from helpers import CHAPTERS, plant, register, write_narrow
+from helpers import CHAPTERS, make_variant, plant, register, write_narrow
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader
 from transformers import GPT2LMHeadModel
@@ -24,8 +24,8 @@ PEAK, WARM_UP, BETA1 = 0.02, 4, 0.7
 LOG, EVALUATE, SAVE, KEEP = 2, 5, 4, 3
 EPOCHS, SEED, SAMPLE = 1.5, 3, 2
 VALUES = [
-    *("--seed", SEED, "--text-column", "body", "-s", LENGTH, "--num-workers", 1),
-    *("--tokenizer-name", "gpt2-tiny", "--param-dtype", "bfloat16", "--compile"),
+    *("--seed", SEED, "--text-column", "body", "-s", LENGTH),
+    *("--tokenizer-name", "gpt2-tiny", "--compile"),
     *("-b", MICRO_BATCH, "--global-batch-size", GLOBAL_BATCH, "--num-epochs", EPOCHS),
     *("--lr", PEAK, "--beta1", BETA1, "--warmup-steps", WARM_UP, "--weight-decay", 0.25),
     *("--max-grad-norm", 0.01),
@@ -95,22 +95,33 @@ def be_alone(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.fixture
-def check(train, tmp_path, monkeypatch) -> Callable[[Path | str], None]:
-    """Return a function that trains with a chapter's script and compares what it does."""
+def check(train, tmp_path, monkeypatch) -> Callable[..., None]:
+    """Return a function that trains with a chapter's script and compares what it does.
+
+    It takes more arguments, the numbers of data workers, and the dtype of the weights.
+    """
     letters = random.Random(0)
     rows = [{"text": "no", "body": "".join(letters.choices("abc \n", k=20))} for _ in range(60)]
     (tmp_path / "table.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     model = write_narrow(tmp_path / "model", "gpt2-tiny", n_layer=1)
     inputs = ["-d", tmp_path / "table.jsonl", "-m", model, *VALUES]
 
-    def run_and_compare(chapter: Path | str) -> None:
+    def run_and_compare(
+        chapter: Path | str,
+        *args: object,
+        workers: Iterable[int] = (0,),
+        dtype: torch.dtype = torch.float32,
+    ) -> None:
         # Of the same text, by the same key of the cache, before anything is noted.
         blocks = blocks_of(tmp_path / "table.jsonl")
         with monkeypatch.context() as patch:
             seen = Seen(patch)
             with register_optimizer_step_post_hook(seen.note_step):
-                metrics = train(*inputs, chapter=str(chapter))
+                metrics = train(*inputs, *args, chapter=str(chapter))
         compare(seen, metrics, blocks)
+        assert seen.workers == set(workers), f"the workers are {seen.workers}"
+        dtypes = {dtype for *_, of_step, _ in seen.steps for dtype in of_step}
+        assert dtypes == {dtype}, f"the weights are {dtypes}"
         found = sorted(int(path.name[-8:]) for path in (tmp_path / "run/checkpoints").iterdir())
         saved = sorted({*range(SAVE, len(seen.steps), SAVE), len(seen.steps)})
         assert found == saved[-KEEP:], f"the checkpoints are of {found}"
@@ -142,17 +153,15 @@ def compare(seen: Seen, metrics: list[dict], blocks: torch.Tensor) -> None:
     ]
     same = torch.equal(torch.cat(seen.passes), blocks[order[: total * GLOBAL_BATCH]])
     assert same, "the order is another"
-    assert seen.workers == {0, 1}, f"the workers are {seen.workers}"
     assert seen.compiled, "the model is not compiled"
     assert seen.modes == {"training": {True}, "evaluation": {False}}, f"the modes are {seen.modes}"
 
-    rates, decays, betas, dtypes, norms = zip(*seen.steps, strict=True)
+    rates, decays, betas, _, norms = zip(*seen.steps, strict=True)
     peak = [PEAK / WARM_UP, PEAK, PEAK / 10]
     found = [rate for index in (0, WARM_UP, -1) for rate in rates[index]]
     assert found == pytest.approx(peak), f"the learning rates are {found}"
     assert 0.25 in set.intersection(*decays), f"the weight decay is {decays[0]}"
     assert set.union(*betas) == {BETA1}, f"beta1 is {betas[0]}"
-    assert set.union(*dtypes) == {torch.bfloat16}, f"the weights are {dtypes[0]}"
     assert max(norms) == pytest.approx(0.01, rel=0.05), f"the norm is {max(norms)}"
 
     steps = range(1, total + 1)
@@ -175,6 +184,24 @@ def test_every_flag_is_heard(chapter, check):
     check(chapter)
 
 
+# By chapter: a variant that stores 16 bits, beside that of the data workers.
+OF_16_BITS = {"01-single-gpu": "bfloat16-weights", "05-mixed-precision": "pure-bfloat16"}
+WORKERS = {"workers": {0, 1}, "dtype": torch.bfloat16}
+
+
+@pytest.mark.parametrize(
+    "chapter",
+    [
+        pytest.param("01-single-gpu", marks=pytest.mark.ci),
+        pytest.param("05-mixed-precision", marks=pytest.mark.nightly),
+    ],
+)
+def test_workers_and_weights_of_16_bits(chapter, check, tmp_path):
+    """The evaluation has no workers."""
+    variant = make_variant(tmp_path, chapter, "workers", OF_16_BITS[chapter])
+    check(variant, "--num-workers", 1, **WORKERS)
+
+
 # What is replaced in the script, and with what the complaint begins.
 BUGS = {
     "seed": ("rank=rank, seed=args.seed)", "rank=rank, seed=0)", "the order"),
@@ -183,9 +210,7 @@ BUGS = {
     "beta1": ("betas=(args.beta1, ", "betas=(0.8, ", "beta1 is"),
     "clipping": ("args.max_grad_norm)", "1.0)", "the norm"),
     "warm-up": ("(step + 1) / args.warmup_steps", "step / args.warmup_steps", "the learning rates"),
-    "dtype": ("getattr(torch, args.param_dtype)", "torch.float32", "the weights"),
     "compile": ("    if args.compile:", "    if False:", "the model is not compiled"),
-    "workers": ("num_workers=args.num_workers", "num_workers=0", "the workers"),
     "micro-batch": ("limit = min(share, args.batch_size)", "limit = share", "the shapes"),
     "dropout": ("    model.train()\n    loss = ", "    loss = ", "the modes"),
     "log": ("% args.log_freq == 0 or last", "% 1 == 0 or last", "the logged steps"),
@@ -210,16 +235,27 @@ def test_planted_flag_that_is_not_heard(bug, check, tmp_path):
         check(chapter)
 
 
-# --- flags of sharding ---
+BUGS_IN_A_VARIANT = {
+    "dtype": (".to(torch.bfloat16)", ".to(torch.float32)", "the weights"),
+    "workers": ("num_workers=args.num_workers", "num_workers=0", "the workers"),
+}
+for right, wrong, _ in BUGS_IN_A_VARIANT.values():
+    register(CHAPTERS[0], [(right, wrong)], ("bfloat16-weights", "workers"))
 
-SHARDING_VALUES = [
-    *("--no-reshard-after-forward", "--cpu-offload", "--tokenizer-name", "gpt2-tiny"),
-    *("--reduce-dtype", "float32", "--param-dtype", "bfloat16"),
-    *("-s", LENGTH, "-b", 2, "--global-batch-size", 6, "--max-steps", 1),
-]
+
+@pytest.mark.parametrize("bug", BUGS_IN_A_VARIANT)
+def test_planted_flag_of_a_variant_that_is_not_heard(bug, check, tmp_path):
+    right, wrong, complaint = BUGS_IN_A_VARIANT[bug]
+    variant = make_variant(tmp_path, CHAPTERS[0], "bfloat16-weights", "workers")
+    chapter = plant(str(variant), tmp_path / "chapter", [(right, wrong)])
+    with pytest.raises(AssertionError, match=f"^{complaint}"):
+        check(chapter, "--num-workers", 1, **WORKERS)
 
 
-def test_every_flag_of_sharding_is_heard(train, corpus, tmp_path, monkeypatch):
+# --- variants of sharding ---
+
+
+def test_every_variant_of_sharding_is_heard(train, corpus, tmp_path, monkeypatch):
     """What chapter 5 asks FSDP for; test_fsdp.py shows what it gets, and what is recomputed."""
     asked, shard = [], fsdp.fully_shard
 
@@ -229,8 +265,18 @@ def test_every_flag_of_sharding_is_heard(train, corpus, tmp_path, monkeypatch):
 
     monkeypatch.setattr(fsdp, "fully_shard", note_options)
     model = write_narrow(tmp_path / "model", "gpt2-tiny", n_layer=3)
-    train("-d", corpus, "-m", model, *SHARDING_VALUES, chapter=CHAPTERS[4])
-    assert [options.get("reshard_after_forward") for options in asked] == [False] * 3 + [None]
-    for options in asked:
-        assert isinstance(options["offload_policy"], fsdp.CPUOffloadPolicy)
+    words = ["-d", corpus, "-m", model, "--tokenizer-name", "gpt2-tiny", "-s", LENGTH, "-b", 2]
+    words += ["--global-batch-size", 6, "--max-steps", 1]
+    names = ("zero2", "cpu-offload", "reduce-bfloat16")
+    variant = make_variant(tmp_path, CHAPTERS[4], *names)
+    for name, chapter in (("plain", CHAPTERS[4]), ("variant", variant)):
+        train(*words, chapter=str(chapter), name=name)
+    plain, variant = asked[:4], asked[4:]
+    assert {options.get("reshard_after_forward") for options in plain} == {None}
+    assert [options.get("reshard_after_forward") for options in variant] == [False] * 3 + [None]
+    for options in plain:
+        assert "offload_policy" not in options
         assert options["mp_policy"].reduce_dtype == torch.float32
+    for options in variant:
+        assert isinstance(options["offload_policy"], fsdp.CPUOffloadPolicy)
+        assert options["mp_policy"].reduce_dtype == torch.bfloat16

@@ -3,35 +3,42 @@
 torchao is not in the environment but in a folder beside it; only processes of these tests see it.
 """
 
-import argparse
-import contextlib
 import copy
 import json
 import os
 import sys
-from collections.abc import Iterator
-from unittest import mock
+from pathlib import Path
 
 import pytest
 import torch
-from helpers import ROOT, random_texts, read_metrics
+from helpers import (
+    CHAPTERS,
+    ROOT,
+    make_variant,
+    plant,
+    random_texts,
+    read_metrics,
+    register,
+    replace_in,
+)
 from runner import Series, ask_ranks
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
-import precision
+import fp8
 from common.cli import RunError
 
 TORCHAO = ROOT / ".venv/torchao"
-CHAPTER = "05-mixed-precision"
+CHAPTER, CPU = CHAPTERS[4], torch.device("cpu")
 STEPS = 20
 # How far a loss may be from bfloat16's, relative to it; the farthest of two models was 4e-3.
 BAND = 0.02
 
 
 def see_torchao() -> None:
-    """Put torchao on the path of this process."""
+    """Put torchao on the path of this process, which emulates fp8 on its CPU."""
     sys.path.insert(0, str(TORCHAO))
+    fp8.check_fp8 = lambda device: None
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -75,7 +82,7 @@ def two_layers() -> list[list[list[float]]]:
         block = nn.Sequential(layer).to(torch.bfloat16)
         names = list(block.state_dict())
         if len(found) < 2:
-            precision.convert_to_fp8([block], 16)
+            fp8.convert_to_fp8([block], 16, CPU)
         assert list(block.state_dict()) == names
         inputs = x.clone().requires_grad_()
         y = block(inputs)
@@ -102,10 +109,10 @@ def convert() -> list[str]:
     layers = nn.Linear(32, 64), nn.GELU(), Conv1D(32, 64), nn.LayerNorm(32), nn.Linear(32, 24)
     block = nn.Sequential(*layers)
     before = {name: id(parameter) for name, parameter in block.named_parameters()}
-    assert precision.convert_to_fp8([block], 16) == 2
+    assert fp8.convert_to_fp8([block], 16, CPU) == 2
     assert before == {name: id(parameter) for name, parameter in block.named_parameters()}
-    with pytest.raises(RunError, match="no layer of this model supports fp8, so give bf16"):
-        precision.convert_to_fp8([block[4:]], 16)
+    with pytest.raises(RunError, match="No layer of this model supports fp8: use chapter 5"):
+        fp8.convert_to_fp8([block[4:]], 16, CPU)
     return [type(layer).__name__ for layer in block]
 
 
@@ -117,37 +124,44 @@ def test_which_layers_are_converted(layers):
 # --- training ---
 
 
-@contextlib.contextmanager
-def emulated() -> Iterator[None]:
-    """On this CPU the check lets fp8 pass; what the script imports, it imports after that."""
-    see_torchao()
-    original = precision.check_precision
+CHECK = ("    check_fp8(device)\n", f"    __import__('sys').path.insert(0, {str(TORCHAO)!r})\n")
+NOT_CONVERTED = [("    convert_to_fp8(layers, args.seq_length, device)", "    pass")]
+register(f"{CHAPTER}/diffs/fp8.py", [CHECK])
+register(CHAPTER, NOT_CONVERTED, ["fp8"])
 
-    def let_pass(args: argparse.Namespace, device: torch.device) -> str:
-        return "fp8" if args.precision == "fp8" else original(args, device)
 
-    with mock.patch.object(precision, "check_precision", let_pass):
-        yield
-    sys.path.remove(str(TORCHAO))
+def assert_near_bfloat16(folder: Path, bug: list[tuple[str, str]] = ()) -> None:
+    """Train on two ranks; this CPU emulates fp8 without the check for a GPU."""
+    (folder / "corpus.json").write_text(json.dumps(random_texts(28)))
+    flags = [
+        *("-d", folder / "corpus.json", "-s", 16, "--lr", 1e-3, "--global-batch-size", 4),
+        *("--max-steps", STEPS, "--log-freq", 1, "--save-dir", folder),
+    ]
+    variant = plant(make_variant(folder, CHAPTER, "fp8"), folder / "emulated", bug)
+    replace_in(variant / "fp8.py", *CHECK)
+    chapters = {"fp8": str(variant), "bf16": CHAPTER}
+    runs = {
+        name: {"args": [*flags, "-e", name], "chapter": chapter}
+        for name, chapter in chapters.items()
+    }
+    Series(2, runs, folder / "series")
+    found, right = ([line["loss"] for line in read_metrics(folder / run)] for run in runs)
+    assert len(found) == len(right) == STEPS and found[-1] < found[0] - 0.3
+    assert found == pytest.approx(right, rel=BAND)
+    assert all(one != other for one, other in zip(found, right, strict=True)), "it is bfloat16"
 
 
 @pytest.mark.ci
 def test_trains_like_bfloat16(tmp_path):
-    (tmp_path / "corpus.json").write_text(json.dumps(random_texts(28)))
-    flags = [
-        *("-d", tmp_path / "corpus.json", "-s", 16, "--lr", 1e-3, "--global-batch-size", 4),
-        *("--max-steps", STEPS, "--log-freq", 1, "--save-dir", tmp_path),
-    ]
-    runs = {
-        precision: {
-            "args": [*flags, "-e", precision, "--precision", precision],
-            "chapter": CHAPTER,
-            "within": emulated,
-        }
-        for precision in ("fp8", "bf16")
-    }
-    Series(2, runs, tmp_path / "series")
-    found, right = ([line["loss"] for line in read_metrics(tmp_path / run)] for run in runs)
-    assert len(found) == len(right) == STEPS and found[-1] < found[0] - 0.3
-    assert found == pytest.approx(right, rel=BAND)
-    assert all(one != other for one, other in zip(found, right, strict=True)), "it is bfloat16"
+    assert_near_bfloat16(tmp_path)
+
+
+def test_planted_layers_that_stay_as_they_are_are_noticed(tmp_path):
+    with pytest.raises(AssertionError, match=r"^it is bfloat16"):
+        assert_near_bfloat16(tmp_path, NOT_CONVERTED)
+
+
+@pytest.mark.check
+def test_what_cannot_run_is_refused():
+    with pytest.raises(RunError, match=r"8.9 or higher and this device is a cpu: use chapter 5"):
+        fp8.check_fp8(CPU)

@@ -1,15 +1,17 @@
-"""Chapter 4: the training of chapter 1 with every option, what each does, and its checkpoints."""
+"""Chapter 4: the training of chapter 1 with every option and variant, and what each one does."""
 
 import contextlib
 import functools
 import json
 from collections import Counter
 from collections.abc import Iterator
+from itertools import chain
 from pathlib import Path
 from unittest import mock
 
 import pytest
 import torch
+import torch.distributed.fsdp as fsdp
 from helpers import (
     FSDP_OPTIONS,
     Ladder,
@@ -28,7 +30,7 @@ from transformers import AutoModelForCausalLM
 
 CHAPTER = "04-fsdp"
 LLAMA = ("-m", "llama-narrow")
-SELECTIVE, FULL = FSDP_OPTIONS["selective"], FSDP_OPTIONS["full"]
+FULL = ("--activation-checkpointing",)
 CI, NIGHTLY = pytest.mark.ci, pytest.mark.nightly
 # Together these cover every pair of options that can be given together.
 TOGETHER = [
@@ -41,9 +43,11 @@ TOGETHER = [
 
 def with_options(*names: str, tier: object, model: tuple[str, ...] = ()) -> object:
     """Return a run on 2 ranks, as a parameter."""
-    words = (word for name in names for word in FSDP_OPTIONS[name])
+    options = [FSDP_OPTIONS[name] for name in names]
+    variants = tuple(chain.from_iterable(option[0] for option in options))
+    args = chain.from_iterable(option[1] for option in options)
     note = without_kernels if "compile" in names else None
-    run = Run(CHAPTER, 2, (*model, *words), note=note)
+    run = Run(CHAPTER, 2, (*model, *args), note=note, variants=variants)
     return pytest.param(run, marks=tier, id="+".join([*model[1:], *names]))
 
 
@@ -57,7 +61,6 @@ def ladder(request, make_folder) -> Ladder:
     [
         with_options("offload", tier=()),
         *(with_options(*names, tier=CI) for names in TOGETHER),
-        with_options("zero1", tier=NIGHTLY),  # changes nothing
         # --compile does the same to both models.
         *(with_options(*names[:-1], tier=NIGHTLY, model=LLAMA) for names in TOGETHER[:2]),
     ],
@@ -110,11 +113,15 @@ def note_calls(path: str) -> Iterator[None]:
     """Note, a JSON line for each optimizer step, how often it called what.
 
     And what this rank holds of the model: `built`, when the model is there; `held`, of weights and
-    of gradients in the step.
+    of gradients in the step. `offloaded`: how many groups of weights stay in host memory.
     """
     counts: Counter = Counter()
-    facts: dict[str, object] = {"built": 0}
-    build = AutoModelForCausalLM.from_config
+    facts: dict[str, object] = {"built": 0, "offloaded": 0}
+    build, shard = AutoModelForCausalLM.from_config, fsdp.fully_shard
+
+    def shard_and_count(module: torch.nn.Module, **options: object) -> torch.nn.Module:
+        facts["offloaded"] += isinstance(options.get("offload_policy"), fsdp.CPUOffloadPolicy)
+        return shard(module, **options)
 
     def build_and_count(*args: object, **kwargs: object) -> torch.nn.Module:
         model = build(*args, **kwargs)
@@ -135,17 +142,18 @@ def note_calls(path: str) -> Iterator[None]:
     with (
         CountOperators(counts),
         mock.patch.object(AutoModelForCausalLM, "from_config", build_and_count),
+        mock.patch.object(fsdp, "fully_shard", shard_and_count),
     ):
         yield
     handle.remove()
 
 
-def noted(*args: object, world_size: int = 2, replaced=()) -> Run:
+def noted(*args: object, world_size: int = 2, replaced=(), variants: tuple[str, ...] = ()) -> Run:
     """A run of 4 steps, without an evaluation before its end."""
     few = ("--max-steps", 4, "--eval-freq", 99)
     if replaced:
-        register(CHAPTER, replaced)
-    return Run(CHAPTER, world_size, (*few, *args), tuple(replaced), note_calls)
+        register(CHAPTER, replaced, variants)
+    return Run(CHAPTER, world_size, (*few, *args), tuple(replaced), note_calls, variants)
 
 
 def calls(ladder: Ladder, run: Run, rank: int = 1) -> dict:
@@ -154,38 +162,87 @@ def calls(ladder: Ladder, run: Run, rank: int = 1) -> dict:
     return json.loads(Path(ladder.notes(run)[rank]).read_text().splitlines()[-1])
 
 
+REDUCES_EACH = ("reduce-every-backward",)
 GATHER, REDUCE = "_allgather_base_", "_reduce_scatter_base_"
 ATTENTION = "_scaled_dot_product_flash_attention_for_cpu"
 LLAMA_OPERATORS = {"mm": 45, "silu": 4, ATTENTION: 2}
-# What a step of two blocks and the rest calls, the arguments, and the tier. The rest stays gathered
+SELECTIVE = {"variants": ("selective-recomputation",)}
+# What a step of two blocks and the rest calls, the run, and the tier. The rest stays gathered
 # between the forward and the backward pass either way. When a block is computed once more, its last
 # product is of use to nobody.
 CALLS = {
     "gathered twice, reduced once": (
         {GATHER: 5, REDUCE: 3, "addmm": 8, "gelu": 2, ATTENTION: 2},
-        ("-b", 24),
+        noted("-b", 24),
         (),
     ),
-    "gathered once": ({GATHER: 3}, ("-b", 24, *FSDP_OPTIONS["whole"]), CI),
-    "reduced once in three backward passes": ({REDUCE: 3}, ("-b", 4), ()),
-    "reduced in each of three": ({REDUCE: 9}, ("-b", 4, "--reduce-every-backward"), CI),
-    "recomputed: full": ({"addmm": 14, "gelu": 4, ATTENTION: 4}, ("-b", 24, *FULL), CI),
-    "recomputed: selective": ({"addmm": 8, "gelu": 4, ATTENTION: 2}, ("-b", 24, *SELECTIVE), ()),
-    "recomputed: llama, selective": (LLAMA_OPERATORS, ("-b", 24, *LLAMA, *SELECTIVE), CI),
+    "in host memory": ({"offloaded": 3}, noted("-b", 24, variants=("cpu-offload",)), CI),
+    "gathered once": ({GATHER: 3}, noted("-b", 24, variants=("zero2",)), CI),
+    "reduced once in three backward passes": ({REDUCE: 3}, noted("-b", 4), ()),
+    "reduced in each of three": ({REDUCE: 9}, noted("-b", 4, variants=REDUCES_EACH), CI),
+    "recomputed: full": ({"addmm": 14, "gelu": 4, ATTENTION: 4}, noted("-b", 24, *FULL), CI),
+    "recomputed: selective": (
+        {"addmm": 8, "gelu": 4, ATTENTION: 2},
+        noted("-b", 24, **SELECTIVE),
+        (),
+    ),
+    "recomputed: llama, selective": (LLAMA_OPERATORS, noted("-b", 24, *LLAMA, **SELECTIVE), CI),
+}
+
+
+@pytest.mark.parametrize(
+    ("counts", "run"),
+    [pytest.param(counts, run, marks=tier, id=name) for name, (counts, run, tier) in CALLS.items()],
+)
+def test_what_is_gathered_and_reduced(ladder, counts, run):
+    """All-gathers, reduce-scatters, products, activations and attention; same losses."""
+    assert_calls(ladder, counts, run)
+    plain = noted("-b", 24, *(LLAMA if LLAMA[1] in run.args else ()))
+    losses = [[line["loss"] for line in ladder.metrics(ladder.run(each))] for each in (plain, run)]
+    assert losses[1] == pytest.approx(losses[0], rel=1e-5)
+
+
+def assert_calls(ladder: Ladder, counts: dict[str, int], run: Run) -> None:
+    found = calls(ladder, run)
+    assert {name: found[name] for name in counts} == counts, "the calls differ"
+
+
+# By variant: what undoes its line, and the counts that must be red.
+UNDONE = {
+    "cpu-offload": ([('    sharding["offload_policy"] = policy\n', "")], "in host memory"),
+    "zero2": ([("reshard_after_forward=False", "reshard_after_forward=True")], "gathered once"),
+    "reduce-every-backward": (
+        [
+            (
+                "            last_backward = micro_batch == accumulation - 1\n",
+                "            last_backward = micro_batch == accumulation - 1\n"
+                "            model.set_requires_gradient_sync(last_backward)\n",
+            )
+        ],
+        "reduced in each of three",
+    ),
+    "selective-recomputation": (  # everything is recomputed
+        [("partial(checkpoint, context_fn=saved)", "checkpoint")],
+        "recomputed: selective",
+    ),
 }
 
 
 @pytest.mark.parametrize(
     ("counts", "run"),
     [
-        pytest.param(counts, noted(*args), marks=tier, id=name)
-        for name, (counts, args, tier) in CALLS.items()
+        pytest.param(
+            CALLS[row][0],
+            noted(*CALLS[row][1].args, replaced=replaced, variants=(name,)),
+            marks=NIGHTLY,
+            id=name,
+        )
+        for name, (replaced, row) in UNDONE.items()
     ],
 )
-def test_what_is_gathered_and_reduced(ladder, counts, run):
-    """All-gathers, reduce-scatters, products, activations and attention."""
-    found = calls(ladder, run)
-    assert {name: found[name] for name in counts} == counts
+def test_planted_variant_without_effect_is_noticed(ladder, counts, run):
+    with pytest.raises(AssertionError, match=r"^the calls differ"):
+        assert_calls(ladder, counts, run)
 
 
 EVERYBODY = [("if rank > 0:\n        model = None", "if rank > world_size:\n        model = None")]
@@ -245,19 +302,18 @@ def note_graphs(path: str) -> Iterator[None]:
     Path(path).write_text(str(torch._dynamo.utils.counters["stats"]["unique_graphs"]))
 
 
-def compiled(mode: str, replaced: tuple = ()) -> Run:
+def compiled(*args: str, replaced: tuple = ()) -> Run:
     # The last batch of the evaluation has one sequence before it is padded.
     few = ("--max-steps", 1, "-b", 4, "--eval-sequences", 9)
-    args = (*few, "--compile", "--activation-checkpointing", mode)
-    return Run(CHAPTER, 2, args, replaced, note_graphs)
+    return Run(CHAPTER, 2, (*few, "--compile", *args), replaced, note_graphs)
 
 
 @pytest.mark.parametrize(
     ("count", "run"),
     [
-        pytest.param(4, compiled("full"), marks=CI, id="full"),
-        pytest.param(4, compiled("none"), marks=NIGHTLY, id="none"),
-        pytest.param(0, compiled("full", NOT_COMPILED), marks=NIGHTLY, id="planted"),
+        pytest.param(4, compiled(*FULL), marks=CI, id="full"),
+        pytest.param(4, compiled(), marks=NIGHTLY, id="none"),
+        pytest.param(0, compiled(*FULL, replaced=NOT_COMPILED), marks=NIGHTLY, id="planted"),
     ],
 )
 def test_blocks_and_the_loss_are_compiled(ladder, count, run):

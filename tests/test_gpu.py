@@ -19,10 +19,10 @@ from helpers import (
     TORCHRUN,
     Ladder,
     Run,
-    apply,
     assert_same_tensors,
     children,
     full,
+    make_variant,
     plant,
     read_metrics,
     register,
@@ -31,6 +31,7 @@ from helpers import (
     tensors,
 )
 from torch.distributed.checkpoint import filesystem
+from torch.distributed.checkpoint.staging import BlockingAsyncStager
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils._pytree import tree_leaves, tree_map
 from transformers import AutoConfig, AutoModelForCausalLM
@@ -38,8 +39,9 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from common import checkpoint
 from common.launch import SINGLE_PROCESS
 from common.models import causal_attention
-from precision import FP8_CAPABILITY
+from fp8 import FP8_CAPABILITY
 
+FP16, FP16_IN_DDP = ("float16", "loss-scaling"), ("autocast", "float16", "loss-scaling")
 SCRIPT = "01-single-gpu/train_llm.py"
 FEW = ("--max-steps", 20, "--log-freq", 1, "--eval-freq", 10, "--eval-sequences", 64)
 
@@ -83,10 +85,18 @@ def test_first_20_losses_agree_with_the_cpu(tmp_path, args):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
-    "chapter", [*CHAPTERS, "05-mixed-precision --precision fp16"], ids=lambda words: words
+    ("chapter", "variants"),
+    [
+        *((chapter, ()) for chapter in CHAPTERS),
+        ("05-mixed-precision", FP16),
+        ("02-ddp", FP16_IN_DDP),
+    ],
+    ids=lambda value: value if isinstance(value, str) else "+".join(value),
 )
-def test_no_step_waits_for_the_gpu(train, monkeypatch, chapter):
+def test_no_step_waits_for_the_gpu(train, tmp_path, monkeypatch, chapter, variants):
     """Between two log lines nothing synchronizes; PyTorch raises an error if anything does."""
+    if variants:
+        chapter = str(make_variant(tmp_path, chapter, *variants))
     for name, value in SINGLE_PROCESS.items():  # restored afterwards
         monkeypatch.setenv(name, value)
     steps = 0
@@ -98,8 +108,7 @@ def test_no_step_waits_for_the_gpu(train, monkeypatch, chapter):
 
     handle = register_optimizer_step_post_hook(forbid_waiting)
     try:
-        chapter, *args = chapter.split()
-        train("--max-steps", 20, "--log-freq", 20, "--ckpt-freq", 20, *args, chapter=chapter)
+        train("--max-steps", 20, "--log-freq", 20, "--ckpt-freq", 20, chapter=chapter)
     finally:
         handle.remove()
         torch.cuda.set_sync_debug_mode("default")
@@ -107,7 +116,7 @@ def test_no_step_waits_for_the_gpu(train, monkeypatch, chapter):
 
 
 @pytest.mark.gpu
-def test_the_check_for_waiting_catches_an_item_call(train, monkeypatch):
+def test_the_check_for_waiting_catches_an_item_call(train, tmp_path, monkeypatch):
     original = torch.nn.utils.clip_grads_with_norm_
 
     def clip_and_wait(parameters: object, max_norm: float, norm: torch.Tensor) -> None:
@@ -116,7 +125,7 @@ def test_the_check_for_waiting_catches_an_item_call(train, monkeypatch):
 
     monkeypatch.setattr(torch.nn.utils, "clip_grads_with_norm_", clip_and_wait)
     with pytest.raises(RuntimeError, match="synchroniz"):
-        test_no_step_waits_for_the_gpu(train, monkeypatch, "01-single-gpu")
+        test_no_step_waits_for_the_gpu(train, tmp_path, monkeypatch, "01-single-gpu", ())
 
 
 def to_host(value: object) -> object:
@@ -160,7 +169,8 @@ def test_asynchronous_checkpoints_are_of_their_step(train, tmp_path, monkeypatch
     for name, value in SINGLE_PROCESS.items():
         monkeypatch.setenv(name, value)
     saves = ("--max-steps", 20, "--log-freq", 5, "--ckpt-freq", 5, "--keep-checkpoints", 9)
-    train(*saves, "--async-checkpoint", name="run", chapter="04-fsdp")
+    chapter = make_variant(tmp_path, "04-fsdp", "async-checkpoint")
+    train(*saves, name="run", chapter=str(chapter))
     assert sorted(held) == [5, 10, 15, 20]
     for step, expected in held.items():
         assert_same_tensors(expected, tensors(tmp_path / "run", step))
@@ -168,7 +178,7 @@ def test_asynchronous_checkpoints_are_of_their_step(train, tmp_path, monkeypatch
 
 @pytest.mark.gpu
 def test_planted_tensors_that_are_not_copied_are_noticed(train, tmp_path, monkeypatch):
-    monkeypatch.setattr(checkpoint.BlockingAsyncStager, "stage", lambda _, content: content)
+    monkeypatch.setattr(BlockingAsyncStager, "stage", lambda _, content: content)
     with pytest.raises(AssertionError, match=r"\.(model|optimizer)\."):
         test_asynchronous_checkpoints_are_of_their_step(train, tmp_path, monkeypatch, "writing")
 
@@ -185,7 +195,8 @@ def test_resumes_on_gpus_from_the_cpu_s_checkpoint_and_back(tmp_path):
     """The moments of ZeRO-1 too: saved on GPUs, loaded by one process without."""
     straight = train_in_shell(tmp_path, "straight", SCRIPT)
     saves = ("--ckpt-freq", 10)
-    train_in_shell(tmp_path, "moved", *TORCHRUN, 2, "02-ddp/train_llm.py", *saves, "--zero1")
+    script = make_variant(tmp_path, "02-ddp", "zero1") / "train_llm.py"
+    train_in_shell(tmp_path, "moved", *TORCHRUN, 2, script, *saves)
     shutil.rmtree(tmp_path / "moved/checkpoints/step-00000020")
     moved = train_in_shell(tmp_path, "moved", SCRIPT, *saves, CUDA_VISIBLE_DEVICES="")
     assert column(moved, "loss") == pytest.approx(column(straight, "loss"), rel=1e-3)
@@ -248,47 +259,72 @@ def has_fp8() -> bool:
 
 LARGE = 'loss * (float("inf") if rank == 1 and state["step"] == 4 else 1.0)'
 OVERFLOW = [("scaler.scale(loss).backward()", f"scaler.scale({LARGE}).backward()")]
-register("05-mixed-precision", OVERFLOW)
+# With offload, the weights are where NCCL cannot add up which of them have changed.
+OVERFLOWING = [
+    ("05-mixed-precision", (*FP16, "share-changed")),
+    ("05-mixed-precision", (*FP16, "cpu-offload")),
+    ("02-ddp", FP16_IN_DDP),
+]
+for overflowing, names in OVERFLOWING:
+    register(overflowing, OVERFLOW, names)
 
 
 @pytest.mark.multi_gpu
-@pytest.mark.parametrize("args", [(), ("--cpu-offload",)], ids=["", "offload"])
-def test_an_overflow_on_one_gpu_makes_all_skip(tmp_path, args):
+@pytest.mark.parametrize(
+    ("chapter", "variants"), OVERFLOWING, ids=["share-changed", "offload", "ddp"]
+)
+def test_an_overflow_on_one_gpu_makes_all_skip(tmp_path, chapter, variants):
     """Rank 1's gradients overflow in step 5: the weights stay, all halve the scale and go on."""
-    folder = plant("05-mixed-precision", tmp_path / "05-mixed-precision", OVERFLOW)
-    if not args:  # with offload, the weights are where NCCL cannot add up
-        assert apply(ROOT / "05-mixed-precision/diffs/share-changed.diff", tmp_path).returncode == 0
-    words = (folder / "train_llm.py", "--precision", "fp16", *args)
-    metrics = train_in_shell(tmp_path, "overflow", *TORCHRUN, 2, *words)
+    folder = plant(make_variant(tmp_path, chapter, *variants), tmp_path / "planted", OVERFLOW)
+    metrics = train_in_shell(tmp_path, "overflow", *TORCHRUN, 2, folder / "train_llm.py")
     scales = [line["loss_scale"] for line in metrics]
     assert scales[4] == scales[3] / 2 and set(scales[4:]) == {scales[4]}
     unchanged = [line["share_changed"] == 0 for line in metrics if "share_changed" in line]
-    assert unchanged == ([] if args else [n == 4 for n in range(20)])
+    assert unchanged == ([n == 4 for n in range(20)] if "share-changed" in variants else [])
     assert metrics[4]["grad_norm"] is None and metrics[-1]["loss"] < metrics[0]["loss"] - 0.5
 
 
-MODELS = ("gpt2-tiny", "llama-tiny")
+MODELS, MANY_HEADS = ("gpt2-tiny", "llama-tiny"), "llama-tiny-8-heads"
 RANKS = max(2, min(4, torch.cuda.device_count()))
 HALF = RANKS // 2
-ALONE_RUNS = {model: Run("01-single-gpu", 1, ("-m", model, "-b", 24)) for model in MODELS}
-# Of chapters 2 and 4: no option, and each one, for a start of as few as 2 ranks.
+ALONE_RUNS = {
+    model: Run("01-single-gpu", 1, ("-m", model, "-b", 24)) for model in (*MODELS, MANY_HEADS)
+}
+# Of chapters 2 and 4: nothing, and variants and arguments, for a start of as few as 2 ranks.
 OPTIONS = {
-    "02-ddp": [(), *(FSDP_OPTIONS[name] for name in ("accumulated", "zero1", "compile"))],
-    "04-fsdp": [(), *(words for name, words in FSDP_OPTIONS.items() if name != "zero1")],
+    "02-ddp": [((), ()), (("zero1",), ()), FSDP_OPTIONS["accumulated"], FSDP_OPTIONS["compile"]],
+    "04-fsdp": [
+        ((), ()),
+        *FSDP_OPTIONS.values(),
+        (("async-checkpoint", "cpu-offload"), ()),
+        (("selective-recomputation", "zero2"), ()),
+    ],
 }
 ON_ALL_GPUS = [
-    Run(chapter, RANKS, ("-m", model, *words))
+    Run(chapter, RANKS, ("-m", model, *args), variants=variants)
     for model, chapter in product(MODELS, OPTIONS)
-    for words in OPTIONS[chapter]
+    for variants, args in OPTIONS[chapter]
 ]
 ON_TWO_NODES = [
-    Run("04-fsdp", 2 * HALF, ("-m", model, "--hsdp", *offload))
-    for model, offload in product(MODELS, ((), ("--cpu-offload",)))
+    Run("04-fsdp", 2 * HALF, ("-m", model), variants=("hsdp", *offload))
+    for model, offload in product(MODELS, ((), ("cpu-offload",)))
 ]
+# Groups of ranks with their own sequences x ranks that share a sequence x ranks that share a layer.
+IN_THREE_DIMENSIONS = {
+    f"{2 // (context * tensor)}x{context}x{tensor}": Run(
+        *("04-fsdp", 2),
+        ("-m", MANY_HEADS, "--context-parallel", context, "--tensor-parallel", tensor),
+        variants=("context-parallel", "mesh", "tensor-parallel"),
+    )
+    for context, tensor in ((1, 1), (2, 1), (1, 2))
+}
 
 
 def run_in(precision: str, model: str, *args: str) -> Run:
-    return Run("05-mixed-precision", RANKS, ("-m", model, "--precision", precision, *args))
+    """Return a run of chapter 5 in this precision."""
+    variants = {"fp16": FP16, "fp8": ("fp8",)}.get(precision, ())
+    words = () if variants else ("--precision", precision)
+    return Run("05-mixed-precision", RANKS, ("-m", model, *words, *args), variants=variants)
 
 
 # At the default rate two runs part that differ in the last digit only.
@@ -299,6 +335,10 @@ FEW_BITS = [
     for model, precision in product(MODELS, ("bf16", "fp16", "fp8"))
     for compiled in ((), ("--compile",))
 ]
+FEW_BITS += [
+    Run("02-ddp", RANKS, ("-m", model, *SLOWLY), variants=variants)
+    for model, variants in product(MODELS, (("autocast",), FP16_IN_DDP))
+]
 
 
 def model_of(run: Run) -> str:
@@ -307,8 +347,8 @@ def model_of(run: Run) -> str:
 
 @pytest.fixture(scope="module")
 def ladder(request, make_folder) -> Ladder:
-    runs = [run for run in selected_runs(request) if "fp8" not in run.args or has_fp8()]
-    if any(run.chapter == "05-mixed-precision" for run in runs):
+    runs = [run for run in selected_runs(request) if "fp8" not in run.variants or has_fp8()]
+    if any(run in FEW_BITS for run in runs):
         runs += FLOAT32_RUNS.values()
     folder = make_folder("ladder")
     return Ladder(folder, [*runs, *ALONE_RUNS.values()], in_shell=True, length=32)
@@ -349,6 +389,12 @@ def test_same_training_in_two_dimensions_of_gpus(two_nodes, run):
 
 
 @pytest.mark.multi_gpu
+@pytest.mark.parametrize("run", IN_THREE_DIMENSIONS.values(), ids=IN_THREE_DIMENSIONS)
+def test_same_training_in_three_dimensions_of_gpus(ladder, run):
+    assert_same_on_gpus(ladder, run)
+
+
+@pytest.mark.multi_gpu
 @pytest.mark.parametrize("run", [run_in("tf32", model) for model in MODELS], ids=MODELS)
 def test_tf32_is_chapter_4_on_gpus(ladder, run):
     """Up to the order in which GPUs add; fp32 is further away: TF32 has 3 digits."""
@@ -363,7 +409,7 @@ def test_tf32_is_chapter_4_on_gpus(ladder, run):
 @pytest.mark.multi_gpu
 @pytest.mark.parametrize("run", FEW_BITS, ids=lambda run: run.name)
 def test_few_bits_stay_near_fp32_on_gpus(ladder, run):
-    if "fp8" in run.args and not has_fp8():
+    if "fp8" in run.variants and not has_fp8():
         pytest.skip("needs a GPU with fp8, and torchao")
     fp32, found = (ladder.metrics(ladder.run(each)) for each in (FLOAT32_RUNS[model_of(run)], run))
     for key in ("loss", "eval_loss"):

@@ -1,4 +1,4 @@
-"""Horovod as a diff of chapter 2: its losses are DDP's, also with autocast.
+"""Horovod as a variant of chapter 2: its losses are DDP's, also with mixed precision.
 
 Unless Horovod is installed, it is built here with the commands of the page.
 """
@@ -12,11 +12,11 @@ import pytest
 from helpers import (
     ROOT,
     TORCHRUN,
-    apply,
     commands,
     environment,
     hand_over,
-    patch,
+    make_variant,
+    plant,
     read_metrics,
     register,
     run_script,
@@ -24,12 +24,11 @@ from helpers import (
 )
 
 CHAPTER = "02-ddp"
-DIFF = ROOT / CHAPTER / "diffs/horovod.diff"
 PAGE = ROOT / CHAPTER / "topics/five_ways.md"
 STEPS, MIDDLE = 10, 5
 PASSES = "backward_passes_per_step=accumulation,"
 SUM = (PASSES, f"{PASSES} op=hvd.Sum,")
-register(DIFF, [SUM])
+register(CHAPTER, [SUM], ["horovod"])
 
 pytestmark = pytest.mark.nightly
 
@@ -45,7 +44,7 @@ def with_horovod(make_folder) -> dict[str, str]:
     env = environment(PIP_TARGET=built, PIP_UPGRADE=1, PYTHONPATH=built)
     env["PATH"] = f"{built / 'bin'}:{env['PATH']}"
     page = [line for needs, line in commands(PAGE.read_text()) if needs == {"horovod"}]
-    for command in itertools.takewhile(lambda line: not line.startswith("git apply"), page):
+    for command in itertools.takewhile(lambda line: not line.startswith("make"), page):
         done = subprocess.run(
             ["bash", "-c", command], cwd=folder, env=env, capture_output=True, text=True
         )
@@ -88,31 +87,40 @@ def assert_close(folder: Path, name: str, rel: float, key: str = "loss") -> None
 
 
 def test_losses_are_those_of_chapter_2(with_horovod, folder):
-    """Also of a run that goes on with a checkpoint of chapter 2; --zero1 is refused."""
-    script = patch(CHAPTER, folder / "plain", diff=DIFF) / "train_llm.py"
+    """Also of a run that goes on with a checkpoint of chapter 2."""
+    script = make_variant(folder, CHAPTER, "horovod") / "train_llm.py"
     hand_over(folder / "ddp", folder / "resumed", MIDDLE)
     for name in ("horovod", "resumed"):
         done = horovodrun(with_horovod, folder, script, name)
         assert done.returncode == 0, done.stderr
         assert_close(folder, name, 1e-6)
         assert_close(folder, name, 1e-5, "grad_norm")
-    done = horovodrun(with_horovod, folder, script, "zero", "--zero1")
-    assert done.returncode and "leave out --zero1" in done.stderr + done.stdout
 
 
 def test_planted_sum_changes_the_gradients(with_horovod, folder):
-    script = patch(CHAPTER, folder / "sum", (SUM,), DIFF) / "train_llm.py"
+    variant = make_variant(folder / "to-plant", CHAPTER, "horovod")
+    script = plant(variant, folder / "sum", [SUM]) / "train_llm.py"
     assert horovodrun(with_horovod, folder, script, "sum").returncode == 0
     with pytest.raises(AssertionError):
         assert_close(folder, "sum", 1e-1, "grad_norm")
 
 
-def test_bfloat16_with_autocast(with_horovod, folder):
-    """Both diffs, as the page says."""
-    copy = patch(CHAPTER, folder / "both")
-    assert apply(DIFF, copy.parent, "-C0").returncode == 0
-    done = horovodrun(with_horovod, folder, copy / "train_llm.py", "bf16")
+# By precision: the variants, and how far a loss may be from float32's, relative.
+MIXED = {
+    "bf16": (("autocast",), 1e-3),
+    "fp16": (("autocast", "float16", "loss-scaling"), 1e-3),
+}
+
+
+@pytest.mark.parametrize("precision", MIXED)
+def test_mixed_precision(with_horovod, folder, precision):
+    """All variants together, as the page says."""
+    names, rel = MIXED[precision]
+    script = make_variant(folder, CHAPTER, "horovod", *names) / "train_llm.py"
+    done = horovodrun(with_horovod, folder, script, precision)
     assert done.returncode == 0, done.stderr
-    assert_close(folder, "bf16", 1e-3)
+    assert_close(folder, precision, rel)
     with pytest.raises(AssertionError):
-        assert_close(folder, "bf16", 1e-7)
+        assert_close(folder, precision, 1e-7)
+    scales = {line.get("loss_scale") for line in read_metrics(folder / precision)}
+    assert scales == ({2.0**16} if precision == "fp16" else {None})

@@ -1,4 +1,4 @@
-"""Weights sharded within each node and replicated over the nodes: --hsdp on two nodes of two ranks.
+"""Weights sharded within each node and replicated over the nodes: hsdp on two nodes of two ranks.
 
 What a launcher tells each rank makes it a node. test_resume_ranks.py resumes such runs.
 """
@@ -51,16 +51,16 @@ def assert_two_dimensions(ladder: Ladder, run: Run) -> None:
     assert_chapter_1(ladder, run)
 
 
-def two_dimensions(world_size: int, *args: object, replaced: tuple = ()) -> Run:
-    return Run(CHAPTER, world_size, ("-b", 4, "--hsdp", *args), replaced, note_mesh)
+def two_dimensions(world_size: int, *variants: str, replaced: tuple = ()) -> Run:
+    return Run(CHAPTER, world_size, ("-b", 4), replaced, note_mesh, ("hsdp", *variants))
 
 
 @pytest.mark.parametrize(
     "run",
     first_then_nightly(
         [
-            two_dimensions(4, "--reduce-every-backward", "--no-reshard-after-forward"),
-            two_dimensions(4, "--cpu-offload", "--activation-checkpointing", "selective"),
+            two_dimensions(4, "reduce-every-backward", "zero2"),
+            two_dimensions(4, "cpu-offload", "selective-recomputation"),
             two_dimensions(2),
         ]
     ),
@@ -70,9 +70,9 @@ def test_same_training_in_two_dimensions(ladder, run):
     assert_two_dimensions(ladder, run)
 
 
-MESH = "mesh_dim_names=names, backend_override=backends\n        )"
+MESH = "dist.get_backend_config()),  # as for all ranks\n    )"
 NOT_AVERAGED = ((MESH, f'{MESH}["shard"]'),)
-register(CHAPTER, NOT_AVERAGED)
+register(CHAPTER, NOT_AVERAGED, ["hsdp"])
 
 
 @pytest.mark.parametrize("run", [two_dimensions(4, replaced=NOT_AVERAGED)], ids=[""])

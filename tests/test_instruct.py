@@ -1,7 +1,7 @@
-"""Instruction tuning, a diff of chapter 2: the loss is the mean over the global batch's answers.
+"""Instruction tuning, a variant of chapters 2 to 5: the mean loss of a global batch's answers.
 
-The diff is applied to a copy of the script. The same losses on 1, 2 and 3 ranks, for all
-micro-batches; the tuned model answers, also after an export, through the chat template.
+The same losses in each chapter on 1, 2 and 3 ranks, for all micro-batches; the tuned model answers,
+also after an export, through the chat template.
 """
 
 import argparse
@@ -15,12 +15,13 @@ import pytest
 import torch
 from datasets import Dataset
 from helpers import (
+    CHAPTERS,
     ROOT,
     Ladder,
     Run,
     assert_same_losses,
     first_then_nightly,
-    patch,
+    float32,
     register,
     run_script,
 )
@@ -30,12 +31,11 @@ from transformers import AutoModelForCausalLM
 from common import models
 from common.cli import RunError
 from common.data import IGNORED
-
 from conversations import Conversations, as_messages, encode, load_conversations, pack
 
 CHAPTER = "02-ddp"
 COLUMNS = ("question", "answer")
-DIFF = ROOT / CHAPTER / "diffs/instruct.diff"
+INSTRUCT = ("instruct",)
 CAPITALS = {"France": "Paris", "Japan": "Tokyo", "Peru": "Lima", "Kenya": "Nairobi"}
 
 
@@ -48,19 +48,18 @@ def questions(count: int) -> list[tuple[str, str]]:
 
 # --- the training ---
 
-# Each bug: (right, wrong) texts in the patched script.
+# Each bug: (right, wrong) texts in the variant's script.
 LOSS = "ddp_model(**batch, num_items_in_batch=answer_tokens).loss * world_size"
 OF_MICRO_BATCH = ((LOSS, "ddp_model(**batch).loss / accumulation"),)
 DATA = "train_data, eval_data = load_conversations(args, tokenizer)\n"
 ALL_TOKENS = ((DATA, f"{DATA}    train_data.rows[:, 1] = train_data.rows[:, 0]\n"),)
 BUGS = {"mean of means": OF_MICRO_BATCH, "loss on questions": ALL_TOKENS}
 for bug in BUGS.values():
-    register("02-ddp/diffs/instruct.diff", bug)
+    register(CHAPTER, bug, INSTRUCT)
 
 
 def make_ladder(folder: Path, columns: tuple[str, str], rows: list[tuple[str, str]]) -> Ladder:
-    """Return a ladder of the patched script, with these rows as the data."""
-    patch(CHAPTER, folder / "patched", diff=DIFF)
+    """Return a ladder with these rows as the data."""
     ladder = Ladder(folder, length=48, model="gpt2-narrow")
     write_table(folder / "corpus.json", columns, rows)
     return ladder
@@ -71,10 +70,12 @@ def write_table(path: Path, columns: tuple[str, str], rows: list[tuple[str, str]
     return path
 
 
-def train(ladder: Ladder, world_size: int, *args: object, replaced: tuple = ()) -> str:
-    """Return the name of a run of the patched script."""
-    script = ladder.folder / "patched" / CHAPTER
-    return ladder.run(Run(str(script), world_size, args, replaced))
+def train(
+    ladder: Ladder, world_size: int, *args: object, replaced: tuple = (), chapter: str = CHAPTER
+) -> str:
+    """Return the name of a run of the variant."""
+    args = (*float32(chapter), *args)
+    return ladder.run(Run(chapter, world_size, args, replaced, variants=INSTRUCT))
 
 
 @pytest.fixture(scope="module")
@@ -83,11 +84,15 @@ def ladder(make_folder) -> Ladder:
 
 
 @pytest.mark.ci
-@pytest.mark.parametrize("world_size", first_then_nightly([2, 3]))
-def test_the_same_losses_for_all_ranks_and_micro_batches(ladder, world_size):
+@pytest.mark.parametrize(
+    ("chapter", "world_size"),
+    first_then_nightly([(CHAPTER, 2), (CHAPTER, 3), *((chapter, 2) for chapter in CHAPTERS[2:])]),
+)
+def test_the_same_losses_for_all_ranks_and_micro_batches(ladder, chapter, world_size):
     expected = ladder.metrics(train(ladder, 1, "-b", 24))
     assert expected[-1]["loss"] < expected[0]["loss"] - 1, "it learns, so weights matter"
-    assert_same_losses(expected, ladder.metrics(train(ladder, world_size, "-b", 1)))
+    found = train(ladder, world_size, "-b", 1, chapter=chapter)
+    assert_same_losses(expected, ladder.metrics(found))
 
 
 @pytest.mark.parametrize("bug", BUGS)

@@ -20,8 +20,10 @@ from helpers import (
     TORCHRUN,
     children,
     environment,
+    free_port,
     newest_step,
     read_metrics,
+    run_script,
     wait_for_file,
 )
 from runner import Ranks
@@ -67,6 +69,25 @@ def test_the_innermost_launcher_is_believed(monkeypatch, inner, outer):
         assert [os.environ[name] for name in BY_TORCHRUN] == [rank, "2", rank]
 
 
+def test_chapter_2_needs_a_launcher(flags, tmp_path):
+    """Chapters 3 to 5 also train as a single process that nothing has launched."""
+    done = run_script("02-ddp/train_llm.py", *flags, "-e", "run")
+    sentence = "Start this script with torchrun, or with bash 02-ddp/launch.sh."
+    assert (done.returncode, done.stderr.splitlines()) == (2, [sentence])
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.ci
+def test_the_launcher_that_came_before_torchrun(flags, tmp_path):
+    """It also gives --local-rank to each process."""
+    launcher = ("-m", "torch.distributed.launch", "--nproc-per-node", 2)
+    words = (*launcher, "--master-port", free_port(), "02-ddp/train_llm.py", *flags, "-e", "run")
+    done = run_script(*words)
+    assert done.returncode == 0, done.stderr
+    assert "x world size 2 x" in done.stderr
+    assert [line["step"] for line in read_metrics(tmp_path / "run")] == [1, 2]
+
+
 # --- what a run says, and who says it ---
 
 
@@ -91,7 +112,7 @@ def test_rank_0_names_the_run_and_alone_speaks(flags, tmp_path):
     before = (run_dir / "newest").read_bytes()
     assert Ranks(2, [*arguments, "-e", run_dir.name], **options).finish() == [0, 0]
     said = Path(files[0]).read_text()
-    assert "all steps of this run are done" in said and "each step: " not in said
+    assert "all steps of this run are done" in said and "| loss " not in said
     assert (run_dir / "newest").read_bytes() == before
 
 
@@ -126,7 +147,7 @@ def source(*words: object, **env: object) -> list[str]:
         (("-ea", "--eval-freq", 9, "--save-dir=~/d"), f"{Path.home()}/d/a"),
         (("--experiment-name=a b",), "outputs/a b"),
         (("--experiment-name", "a", "-e", "b", "--save-dir", "b c"), "b c/b"),
-        (("@{}", "--zero1"), "from file/of-the-file"),
+        (("@{}", "--compile"), "from file/of-the-file"),
         (("@{}", "-e", "a"), "from file/a"),
     ],
 )

@@ -4,12 +4,11 @@ import random
 import re
 from dataclasses import replace
 from functools import partial
-from types import ModuleType
 
 import pytest
 import torch
 import torch.distributed as dist
-from helpers import CHAPTERS, ROOT, first_then_nightly, patch
+from helpers import CHAPTERS, ROOT, first_then_nightly, make_variant
 from runner import load_script
 from torch.distributed.algorithms.ddp_comm_hooks.debugging_hooks import noop_hook
 from torch.distributed.device_mesh import init_device_mesh
@@ -22,13 +21,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from torch.utils.weak import WeakIdKeyDictionary
-from transformers import (
-    AttentionInterface,
-    AutoModelForCausalLM,
-    PretrainedConfig,
-    PreTrainedModel,
-)
+from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
+import context_parallel
 from common.models import causal_attention, load_config
 
 import peak_memory
@@ -92,19 +87,19 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.to_local() if isinstance(tensor, DTensor) else tensor
 
 
-def share_sequences(script: ModuleType, model: PreTrainedModel, options: Options) -> None:
-    """Do what context-parallel.diff does with attention."""
+def share_sequences(model: PreTrainedModel, options: Options) -> tuple[int, int]:
+    """Do what the variant context-parallel does with attention; return the chunks' numbers."""
     n_ranks = options.context_parallel
     mesh = init_device_mesh("cpu", (options.gpus // n_ranks, n_ranks), mesh_dim_names=("dp", "cp"))
-    attend = partial(script.attend_to_gathered_keys, mesh["cp"], (0, 2 * n_ranks - 1))
-    AttentionInterface.register("context_parallel", attend)
-    model.config._attn_implementation = "context_parallel"
+    chunks = context_parallel.chunks_of(mesh["cp"], ulysses=False)
+    context_parallel.share_attention(model, mesh["cp"], chunks, ulysses=False)
+    return chunks
 
 
-def train(name: str, options: Options, script: ModuleType | None = None, **sizes) -> dict[str, int]:
+def train(name: str, options: Options, **sizes: int) -> dict[str, int]:
     """Train two steps as the chapters do; return the bytes stored in the second, and the most.
 
-    script: chapter 5 with context-parallel.diff; sizes: other sizes of the model.
+    sizes: other sizes of the model.
     """
     alive = Alive()
     with alive:
@@ -113,8 +108,8 @@ def train(name: str, options: Options, script: ModuleType | None = None, **sizes
         model = AutoModelForCausalLM.from_config(
             config, attn_implementation=causal_attention(config), dtype=torch.float32
         )
-        if script:
-            share_sequences(script, model, options)
+        shared = options.context_parallel > 1
+        chunks = share_sequences(model, options) if shared else ()
         forward = model
         if options.sharding == "fsdp":
             recompute = partial(checkpoint, use_reentrant=False)
@@ -146,10 +141,9 @@ def train(name: str, options: Options, script: ModuleType | None = None, **sizes
         optimizer = adamw(model.parameters(), lr=1e-3, fused=True)
         ids = torch.zeros((options.batch_size, options.seq_length), dtype=torch.int64)
         batch = {"input_ids": ids, "labels": ids}
-        if script:
+        if shared:
             samples = [dict.fromkeys(batch, ids[0])] * options.batch_size
-            n_chunks = 2 * options.context_parallel
-            batch = script.take_chunks((0, n_chunks - 1), n_chunks, samples)
+            batch = context_parallel.take_chunks(chunks, 2 * options.context_parallel, samples)
         for _ in range(2):
             alive.most = 0
             for micro_batch in range(options.accumulation):
@@ -209,29 +203,28 @@ def test_a_rank_holds_what_is_predicted(alone, seed):
 
 
 @pytest.mark.parametrize("checkpointing", first_then_nightly(["none", "selective", "full"]))
-def test_a_rank_holds_what_is_predicted_with_context_parallelism(alone, tmp_path, checkpointing):
+def test_a_rank_holds_what_is_predicted_with_context_parallelism(alone, checkpointing):
     """Where logits decide, and, with a small vocabulary, where attention does.
 
     Planted: a sequence of a third of the length, which has no keys of other ranks.
     """
-    diff = ROOT / CHAPTERS[4] / "diffs/context-parallel.diff"
-    script = load_script(patch(CHAPTERS[4], tmp_path, diff=diff) / "train_llm.py")
     flags = FSDP | {"gpus": 6, "batch_size": 16, "seq_length": 120, "precision": "bf16"}
     options = Options(**flags, activation_checkpointing=checkpointing, context_parallel=3)
     for vocab_size in (4096, 64):
         for name in ("gpt2-tiny", "llama-tiny"):
             sizes = {"vocab_size": vocab_size}
             predicted = predict(load(name, **sizes), options)["peak"]
-            found = train(name, options, script, **sizes)["peak"]
+            found = train(name, options, **sizes)["peak"]
             assert predicted == pytest.approx(found, rel=0.01), (name, vocab_size)
     shorter = replace(options, seq_length=40, context_parallel=1)
     assert predict(load(name, **sizes), shorter)["peak"] < 0.95 * found
 
 
 @pytest.mark.check
-def test_the_same_operations_are_saved():
+def test_the_same_operations_are_saved(tmp_path):
     for chapter in CHAPTERS[3:]:
-        saved = load_script(ROOT / chapter / "train_llm.py").SAVED_OPS
+        variant = make_variant(tmp_path, chapter, "selective-recomputation")
+        saved = load_script(variant / "train_llm.py").SAVED_OPS
         assert saved == peak_memory.SAVED_OPS and len(saved) == 7
 
 

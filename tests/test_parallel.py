@@ -1,11 +1,10 @@
-"""Parallelism beyond chapter 5: two diffs, and programs in which it is done by hand.
+"""Parallelism beyond chapter 5: two variants, and programs in which it is done by hand.
 
-Each diff is applied to a copy of the script, which then has chapter 1's losses on a table of ranks.
-"2x2" is two rows (data parallel) of two ranks each (tensor or context parallel).
+Each variant has chapter 1's losses on a table of ranks. "2x2" is two rows (data parallel) of two
+ranks each (tensor or context parallel).
 """
 
 import argparse
-import dataclasses
 import re
 import shutil
 from functools import partial
@@ -20,8 +19,9 @@ from helpers import (
     Run,
     assert_parity,
     first_then_nightly,
+    float32,
     hand_over,
-    patch,
+    make_variant,
     register,
     replace_in,
     run_ranks,
@@ -31,15 +31,16 @@ from helpers import (
 from runner import finish, load_script, start
 from transformers import MixtralConfig
 
+import context_parallel
 from common import models
 from common.cli import RunError
 
-CHAPTER = CHAPTERS[4]
+CHAPTER, BEFORE = CHAPTERS[4], CHAPTERS[3]
 TENSOR, CONTEXT = "tensor-parallel", "context-parallel"
 BY_HAND = ROOT / CHAPTER / "experiments/tensor_parallel_by_hand.py"
 EXPERTS = ROOT / CHAPTER / "experiments/experts_by_hand.py"
 PIPELINE = ROOT / CHAPTER / "experiments/pipeline_by_hand.py"
-ATTENTION = ROOT / CHAPTER / "context_attention.py"
+ATTENTION = ROOT / CHAPTER / "diffs/context_attention.py"
 PRESET = "llama-tiny-8-heads"
 # Two models in width 32; the second has sizes that two ranks cannot share equally.
 EVEN, ODD = "even-model", "odd-model"
@@ -49,33 +50,16 @@ MODELS = {
 }
 
 
-def patch_chapter(folder: Path, diff: str) -> Path:
-    """Return the folder of a copy of chapter 5's script in `folder`, patched."""
-    return patch(CHAPTER, folder, diff=ROOT / CHAPTER / f"diffs/{diff}.diff")
-
-
-def diff_of(run: Run) -> str:
-    return TENSOR if f"--{TENSOR}" in run.args else CONTEXT
-
-
 # --- the training ---
 
 
 class Table(Ladder):
-    """Runs of the patched scripts. All ranks of a row have the same samples."""
+    """Runs of the variants. All ranks of a row have the same samples."""
 
     def __init__(self, folder: Path, selected: list[Run] = ()) -> None:
-        self.patched = {diff: patch_chapter(folder / diff, diff) for diff in (TENSOR, CONTEXT)}
-        super().__init__(folder, [self.of_copy(run) for run in selected])
+        super().__init__(folder, selected)
         for name, sizes in MODELS.items():
             write_narrow(folder / name, PRESET, **sizes)
-
-    def of_copy(self, run: Run) -> Run:
-        """Return the same run, of the copy that has the diff."""
-        return dataclasses.replace(run, chapter=str(self.patched[diff_of(run)]))
-
-    def run(self, run: Run) -> str:
-        return super().run(self.of_copy(run))
 
     def flags(self, name: str, *args: object) -> list[object]:
         """The name of a model stands for its folder, and the odd one has an odd length.
@@ -102,11 +86,19 @@ def table(request, make_folder) -> Table:
     return Table(make_folder("table"), selected_runs(request))
 
 
-def on(shape: str, *args: object, model: str = EVEN, diff: str = TENSOR, **options: object) -> Run:
-    """Return a run on this many rows x ranks in a row."""
+def on(
+    shape: str,
+    *args: object,
+    model: str = EVEN,
+    diff: str = TENSOR,
+    also: tuple[str, ...] = (),
+    chapter: str = CHAPTER,
+    replaced: tuple = (),
+) -> Run:
+    """Return a run on this many rows x ranks in a row; also: further variants."""
     rows, width = map(int, shape.split("x"))
-    words = ("-m", model, "--precision", "fp32", f"--{diff}", width, *args)
-    return Run(CHAPTER, rows * width, words, **options)
+    words = ("-m", model, *float32(chapter), f"--{diff}", width, *args)
+    return Run(chapter, rows * width, words, replaced, variants=("mesh", diff, *also))
 
 
 def assert_chapter_1(table: Table, run: Run) -> None:
@@ -116,18 +108,26 @@ def assert_chapter_1(table: Table, run: Run) -> None:
 
 
 KEPT = ("--ckpt-freq", 4, "--keep-checkpoints", 9)
-FULL, SELECTIVE = (("--activation-checkpointing", how) for how in ("full", "selective"))
+FULL, SELECTIVE = ("--activation-checkpointing",), ("selective-recomputation",)
 GPT2 = {"model": "gpt2-tiny", "diff": CONTEXT}
 ULYSSES = "--ulysses"
 SHAPES = {
     "1x2": (on("1x2", "-b", 24), ()),
     "2x2 full": (on("2x2", "-b", 6, *FULL), pytest.mark.ci),
     "2x2 odd": (on("2x2", "-b", 12, model=ODD), pytest.mark.nightly),
-    "2x2 selective": (on("2x2", "-b", 6, *SELECTIVE, "--cpu-offload"), pytest.mark.nightly),
+    "2x2 selective": (on("2x2", "-b", 6, also=(*SELECTIVE, "cpu-offload")), pytest.mark.nightly),
+    "2x2 chapter 4": (on("2x2", "-b", 6, chapter=BEFORE), pytest.mark.nightly),
     "context 1x2": (on("1x2", "-b", 24, diff=CONTEXT), ()),
     "context 2x2 full gpt2": (on("2x2", "-b", 6, *FULL, **GPT2), pytest.mark.ci),
     "context 1x4 gpt2": (on("1x4", "-b", 24, **GPT2), pytest.mark.nightly),
-    "context 2x2 selective": (on("2x2", "-b", 6, *SELECTIVE, diff=CONTEXT), pytest.mark.nightly),
+    "context 2x2 selective": (
+        on("2x2", "-b", 6, also=SELECTIVE, diff=CONTEXT),
+        pytest.mark.nightly,
+    ),
+    "context 2x2 chapter 4": (
+        on("2x2", "-b", 6, diff=CONTEXT, chapter=BEFORE),
+        pytest.mark.nightly,
+    ),
     "context 1x2 compile": (on("1x2", "-b", 24, "--compile", diff=CONTEXT), pytest.mark.nightly),
     "ulysses 1x2": (on("1x2", "-b", 24, ULYSSES, diff=CONTEXT), ()),
     "ulysses 1x2 compile full": (
@@ -149,7 +149,7 @@ def test_same_training_on_a_table_of_ranks(table, run):
 @pytest.mark.parametrize("diff", [TENSOR, CONTEXT])
 def test_run_goes_from_chapter_1_to_2_x_2_and_back(table, diff):
     alone = table.alone("-m", EVEN, "-b", 24, *KEPT)
-    there, back = table.of_copy(on("2x2", "-b", 12, *KEPT, diff=diff)), f"back-{diff}"
+    there, back = on("2x2", "-b", 12, *KEPT, diff=diff), f"back-{diff}"
     hand_over(table.folder / alone, table.folder / there.name, 4)
     hand_over(table.folder / table.run(there), table.folder / back, 8)
     assert finish(start(table.flags(back, "-m", EVEN, "-b", 24, *KEPT))) == 0
@@ -164,7 +164,7 @@ def test_run_goes_from_chapter_1_to_2_x_2_and_back(table, diff):
 
 @pytest.mark.nightly
 def test_bf16_is_close(table):
-    half = on("2x2", "-b", 12, "--precision", "bf16", "--async-checkpoint")
+    half = on("2x2", "-b", 12, "--precision", "bf16", also=("async-checkpoint",))
     names = (table.alone("-m", EVEN, "-b", 24, *KEPT), table.run(half))
     expected, found = ([line["loss"] for line in table.metrics(name)] for name in names)
     assert found == pytest.approx(expected, rel=5e-3) and found != pytest.approx(expected, rel=1e-6)
@@ -269,7 +269,7 @@ def test_planted_wrong_merge_is_noticed(tmp_path):
 
 # --- planted bugs ---
 
-OTHER_DATA = (('mesh.get_local_rank("dp")', "rank % shape[0]"),)
+OTHER_DATA = (("dp_rank = rank // (cp_size * tp_size)", "dp_rank = rank % dp_size"),)
 NOT_TIED = (("        model.tie_weights()  # the plan", "        # the plan"),)
 CONTEXT_BUGS = {
     "labels shifted after the cut": (
@@ -291,7 +291,7 @@ BUGS = {
     },
 }
 for _, run in BUGS.values():
-    register(f"{CHAPTER}/diffs/{diff_of(run)}.diff", run.replaced)
+    register(CHAPTER, run.replaced, run.variants)
 
 
 @pytest.mark.parametrize(("red", "run"), BUGS.values(), ids=BUGS)
@@ -305,27 +305,27 @@ def test_planted_bug_is_noticed(table, red, run):
 
 @pytest.mark.check
 @pytest.mark.parametrize(
-    ("diff", "model", "n_ranks", "setting", "sentence"),  # setting: the length, or --hsdp
+    ("diff", "model", "n_ranks", "setting", "sentence"),  # setting: the length, or --compile
     [
         (CONTEXT, "gpt2-tiny", 2, 30, "2 must divide the 2 ranks and half of 30."),
         (CONTEXT, "mixtral", 2, 32, "2 needs GPT-2 or Llama, not mixtral: give another -m."),
         (CONTEXT, "llama-tiny", 2, 32, "2 must divide the 1 heads of keys, or leave out --ulysses"),
         (TENSOR, PRESET, 4, False, "4 must divide ranks, KV heads and MLP width, so also 2."),
         (TENSOR, "gpt2-tiny", 2, False, "2 needs a Llama model, not gpt2: give another -m."),
-        (TENSOR, PRESET, 2, True, "2, leave out --hsdp, fp8,"),
+        (TENSOR, PRESET, 2, True, "2, leave out --compile or --activation-checkpointing."),
     ],
 )
 def test_bad_input(tmp_path, diff, model, n_ranks, setting, sentence):
-    script = load_script(patch_chapter(tmp_path, diff) / "train_llm.py")
     config = MixtralConfig() if model == "mixtral" else models.load_config(model)
-    options = {"activation_checkpointing": "none", "hsdp": setting, "precision": "bf16"}
-    options |= {"context_parallel": n_ranks, "ulysses": True, "seq_length": setting}
-    args = argparse.Namespace(**options, tensor_parallel=n_ranks, compile=False)
+    options = {"context_parallel": n_ranks, "ulysses": True, "seq_length": setting}
+    options |= {"activation_checkpointing": setting, "compile": setting}
+    args = argparse.Namespace(**options, tensor_parallel=n_ranks)
     with pytest.raises(RunError, match=f"--{diff} {sentence}"):
         if diff == TENSOR:
-            script.tensor_parallel_plan(args, config, 2)
+            made = make_variant(tmp_path, CHAPTER, "mesh", TENSOR)
+            load_script(made / "train_llm.py").plan_for(args, config, 2)
         else:
-            script.check_context_parallel(args, config, 2)
+            context_parallel.check_context_parallel(args, config, 2)
 
 
 # --- by hand ---

@@ -92,20 +92,37 @@ def note_moments(path: str) -> Iterator[None]:
     handle.remove()
 
 
-ZERO1 = [
-    Run(chapter, world_size, ("-m", "gpt2-tiny", "-b", 4, "--zero1"), note=note_moments)
-    for chapter, world_size in (("02-ddp", 2), ("02-ddp", 3), ("03-multi-node", 2))
-]
+def zero1(chapter: str, world_size: int, replaced: tuple = ()) -> Run:
+    args = ("-m", "gpt2-tiny", "-b", 4)
+    return Run(chapter, world_size, args, replaced, note_moments, ("zero1",))
 
 
-@pytest.mark.parametrize("run", first_then_nightly(ZERO1), ids=lambda run: run.name)
-def test_same_training_with_sharded_moments(ladder, run):
+NOT_SHARDED = (("optimizer = ShardedAdamW(", "optimizer = torch.optim.AdamW("),)
+register("02-ddp", NOT_SHARDED, ["zero1"])
+
+
+def assert_sharded_moments(ladder: Ladder, run: Run) -> None:
     """Two moments of each weight: all ranks together have them once, and none has nearly all."""
     assert_chapter_1(ladder, run)
     moments = [int(Path(path).read_text()) for path in ladder.notes(run)]
     weights = AutoModelForCausalLM.from_config(load_config("gpt2-tiny")).num_parameters()
-    assert sum(moments) == pytest.approx(2 * weights, rel=0.01)
+    assert sum(moments) == pytest.approx(2 * weights, rel=0.01), "the moments differ"
     assert max(moments) < 0.6 * sum(moments)
+
+
+@pytest.mark.parametrize(
+    "run",
+    first_then_nightly([zero1("02-ddp", 2), zero1("02-ddp", 3), zero1("03-multi-node", 2)]),
+    ids=lambda run: run.name,
+)
+def test_same_training_with_sharded_moments(ladder, run):
+    assert_sharded_moments(ladder, run)
+
+
+@pytest.mark.parametrize("run", [zero1("02-ddp", 2, NOT_SHARDED)], ids=[""])
+def test_planted_moments_on_every_rank_are_noticed(ladder, run):
+    with pytest.raises(AssertionError, match=r"^the moments differ"):
+        assert_sharded_moments(ladder, run)
 
 
 # By name: the first check that must be red, and what is replaced in the script.

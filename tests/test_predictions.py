@@ -21,7 +21,10 @@ UNKNOWN = {
 
 
 def wrong_options(name: str, predicted: dict) -> list[str]:
-    """Return the rows that were predicted for another run than that of their command."""
+    """Return the rows that were predicted for another run than that of their command.
+
+    The recorded commands have flags for what are variants now, such as --cpu-offload.
+    """
     wrong = []
     for row in report.read(name)["rows"]:
         if "command" not in row or row["label"] not in predicted:

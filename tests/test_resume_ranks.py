@@ -16,7 +16,9 @@ from helpers import (
     assert_same_tensors,
     first_then_nightly,
     go_back_to,
+    listing,
     make_flags,
+    make_variant,
     newest_step,
     read_metrics,
     save_what_is_loaded,
@@ -76,15 +78,15 @@ def test_each_rank_draws_its_own_dropout(runs, straight):
 # --- from chapter to chapter ---
 
 EVERY = 4  # steps: then the next chapter takes over
-# The chapters, the numbers of ranks and the arguments with which a run goes on. With --hsdp, the
-# ranks are on two nodes.
+# The chapters with their variants, and the numbers of ranks, with which a run goes on. With HSDP,
+# the ranks are on two nodes.
 ON_2_NODES = [{"LOCAL_RANK": rank, "LOCAL_WORLD_SIZE": 2} for rank in TWO_BY_TWO]
 JOURNEYS = {
     "chapters": (
-        *("01-single-gpu on 1", "04-fsdp on 4 --hsdp", "04-fsdp on 3", "02-ddp on 2 --zero1"),
-        *("05-mixed-precision on 2 --precision fp16", "01-single-gpu on 1"),
+        *("01-single-gpu on 1", "04-fsdp+hsdp on 4", "04-fsdp on 3", "02-ddp+zero1 on 2"),
+        *("05-mixed-precision+float16+loss-scaling on 2", "01-single-gpu on 1"),
     ),
-    "ZeRO-1": ("02-ddp on 2 --zero1", "02-ddp on 3 --zero1", "02-ddp on 2"),
+    "ZeRO-1": ("02-ddp+zero1 on 2", "02-ddp+zero1 on 3", "02-ddp on 2", "03-multi-node+zero1 on 2"),
 }
 
 
@@ -124,16 +126,19 @@ def travel(runs: Runs, name: str, stops: tuple[str, ...]) -> None:
     """
     run_dir, rel = runs.folder / name, 1e-5
     for number, stop in enumerate(stops):
-        chapter, _, ranks, *args = stop.split()
+        chapter, _, ranks = stop.split()
+        if "+" in chapter:
+            folder = runs.folder / f"{name}-{number}"
+            chapter = str(make_variant(folder, *chapter.split("+")))
         loaded = runs.folder / f"{name}-loaded-{number}"
         planted = functools.partial(save_what_is_loaded, loaded)
-        on = {"ranks": int(ranks), "env": ON_2_NODES if "--hsdp" in args else {}}
-        statuses = runs.finish(name, *args, chapter=chapter, plant=planted, **on)
+        on = {"ranks": int(ranks), "env": ON_2_NODES if "hsdp" in stop else {}}
+        statuses = runs.finish(name, chapter=chapter, plant=planted, **on)
         assert set(statuses) == {0}, stop
         if number:
             assert_loaded(run_dir, EVERY * number, loaded)
             shutil.rmtree(loaded)
-        if "--precision" in args:
+        if "float16" in stop:
             rel = 0.05  # from here on, weights are those of 16 bits
         losses = [
             [line["loss"] for line in read_metrics(each)]
@@ -146,6 +151,60 @@ def travel(runs: Runs, name: str, stops: tuple[str, ...]) -> None:
 @pytest.mark.parametrize("name", first_then_nightly(JOURNEYS))
 def test_journey(travels, name):
     travel(travels, name.replace(" ", "-"), JOURNEYS[name])
+
+
+# --- variants that compute in another way ---
+
+# The chapter, its variants, and how the refusals begin: in the variant, and in the chapter.
+ANOTHER_WAY = [
+    (
+        *("05-mixed-precision", ("reduce-bfloat16",)),
+        "reduce_dtype the chapter's, not bfloat16 (see the variant reduce-bfloat16): ",
+        "reduce_dtype bfloat16, not the chapter's (see the variant reduce-bfloat16): ",
+    ),
+    (
+        *("05-mixed-precision", ("float16", "loss-scaling")),
+        "--precision bf16, not fp16: ",
+        "--precision fp16, not bf16: ",
+    ),
+    (
+        *("01-single-gpu", ("autocast",)),
+        "precision the chapter's, not bf16 (see the variant autocast): ",
+        "precision bf16, not the chapter's (see the variant autocast): ",
+    ),
+    (
+        *("01-single-gpu", ("bfloat16-weights", "stochastic-rounding")),
+        "rounding the chapter's, not stochastic (see the variant stochastic-rounding): ",
+        "rounding stochastic, not the chapter's (see the variant stochastic-rounding): ",
+    ),
+    (
+        *("03-multi-node", ("bfloat16-weights",)),
+        "param_dtype float32, not bfloat16 (see the variants bfloat16-weights and pure-bfloat16): ",
+        "param_dtype bfloat16, not float32 (see the variants bfloat16-weights and pure-bfloat16): ",
+    ),
+]
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize(
+    ("chapter", "variants", "in_variant", "in_chapter"),
+    first_then_nightly(ANOTHER_WAY),
+    ids=["+".join((chapter, *names)) for chapter, names, *_ in ANOTHER_WAY],
+)
+def test_another_way_is_refused_by_name(chapter, variants, in_variant, in_chapter, tmp_path):
+    """From the chapter to the variant, and back; nothing is lost."""
+    runs = Runs(tmp_path, "--max-steps", 10)
+    variant = str(make_variant(tmp_path, chapter, *variants))
+    for first, second, sentence in ((chapter, variant, in_variant), (variant, chapter, in_chapter)):
+        name = f"from-{Path(first).name.replace('+', '-')}"
+        assert runs.finish(name, chapter=first) == [0]
+        go_back_to(5, tmp_path / name)
+        before = listing(tmp_path / name)
+        assert runs.finish(name, chapter=second) == [2]
+        last = runs.said(name).splitlines()[-1]
+        assert last.startswith(f"The run {tmp_path / name} was started with {sentence}give the old")
+        assert listing(tmp_path / name) == before
+        assert runs.finish(name, chapter=first) == [0]
 
 
 # --- a full disk of one rank ---

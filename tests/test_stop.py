@@ -4,6 +4,7 @@ import ctypes
 import functools
 import multiprocessing
 import os
+import re
 import signal
 from pathlib import Path
 
@@ -13,6 +14,8 @@ from helpers import (
     CHAPTERS,
     RESUMED_STEPS,
     Runs,
+    assert_exact,
+    make_variant,
     newest_step,
     plant,
     read_metrics,
@@ -40,7 +43,7 @@ class StoppedRuns(Runs):
         """
         sent = [(SIGNAL_AFTER, list(each)) for each in signals] or None
         options = {"ranks": 2, "signals_after_steps": sent, **options}
-        return self.finish(name, *args, chapter=chapter, **options)
+        return self.finish(name, *args, chapter=str(chapter), **options)
 
     def assert_stopped(self, name: str, statuses: list[int], step: int) -> None:
         """All ranks have saved after this step, rank 0 has said so, and all ask for a requeue."""
@@ -48,9 +51,9 @@ class StoppedRuns(Runs):
         saved = newest_step(self.folder / name)
         assert saved == step, f"the checkpoint is of step {saved}"
         assert (self.folder / name / "requeue").exists(), "the file is missing"
-        last = self.said(name).splitlines()[-1]
         said = f"Told to stop; saved after step {step}. {launch.RESUMES}"
-        assert last == said, "the last line is another"
+        last = self.said(name).splitlines()[-2:]  # and how to generate text
+        assert last[0] == said and len(last) == 2, "the last lines are others"
         for rank in range(1, len(statuses)):
             assert self.said(name, rank) == "", f"rank {rank} speaks"
         assert read_metrics(self.folder / name)[-1]["step"] == step, "another step is logged"
@@ -67,38 +70,40 @@ def straight(runs):
 
     @functools.cache
     def train(chapter: str) -> str:
-        assert runs.stop(chapter, chapter) == [0, 0]
+        assert runs.stop(chapter, chapter) == [0, 0], runs.said(chapter)
         assert read_metrics(runs.folder / chapter)[-1]["epoch"] >= 2
         return chapter
 
     return train
 
 
-# The chapter, the signals of rank 0 and of rank 1 in each start but the last, more arguments.
+# The chapter, the signals of rank 0 and of rank 1 in each start but the last, variants.
 TWICE = (([TERM, TERM], []), ([], [USR1]))
 STOPPED = [
     (FIRST, TWICE, ()),
     pytest.param(LAST, TWICE[1:], (), marks=pytest.mark.ci),
     pytest.param(
-        *(CHAPTERS[3], (*TWICE, ([TERM], [TERM])), ("--async-checkpoint",)),
+        *(CHAPTERS[3], (*TWICE, ([TERM], [TERM])), ("async-checkpoint",)),
         marks=pytest.mark.nightly,
     ),
 ]
 
 
-@pytest.mark.parametrize(("chapter", "stops", "args"), STOPPED)
-def test_stopped_and_stopped_again(runs, straight, chapter, stops, args):
+@pytest.mark.parametrize(("chapter", "stops", "variants"), STOPPED)
+def test_stopped_and_stopped_again(runs, straight, tmp_path, chapter, stops, variants):
     """Either signal, to either rank or to both, once or twice: all ranks save at the same step."""
     expected = straight(chapter)
-    name = "-".join([chapter, "stopped", *args])
+    name = "-".join([chapter, "stopped", *variants])
+    if variants:
+        chapter = make_variant(tmp_path, chapter, *variants)
     for number, signals in enumerate(stops):
-        statuses = runs.stop(name, chapter, *args, signals=signals)
+        statuses = runs.stop(name, chapter, signals=signals)
         runs.assert_stopped(name, statuses, LOG_EVERY * (number + 1))
         assert (f"resumed after step {LOG_EVERY * number} of" in runs.said(name)) == (number > 0)
     # Told in its last steps, after which nothing is logged but the last step: it ends.
     late = RESUMED_STEPS - LOG_EVERY * len(stops) - 2
     signals = [(late, [USR1]), (late, [TERM])]
-    assert runs.stop(name, chapter, *args, signals_after_steps=signals) == [0, 0]
+    assert runs.stop(name, chapter, signals_after_steps=signals) == [0, 0]
     said = runs.said(name)
     assert "Told to stop" not in said and f"step {RESUMED_STEPS}/{RESUMED_STEPS} |" in said
     runs.assert_same(expected, name)
@@ -165,14 +170,77 @@ def send_to_family() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
 
 
+WORKERS = ("--num-workers", 1)
+
+
+def check_the_family(runs: StoppedRuns, folder: Path, chapter: Path, name: str) -> None:
+    """wandb's process ends at once, and those that prepare data go on until the rank ends them."""
+    options = {"ranks": 1, "env": {"WANDB_MODE": "offline", "HOME": folder}}
+    statuses = runs.stop(name, chapter, *WORKERS, plant=signal_the_family, **options)
+    runs.assert_stopped(name, statuses, LOG_EVERY)
+    assert runs.said(name).count("wandb's own process has ended") == 1
+    assert runs.stop(name, chapter, *WORKERS, **options) == [0]
+    assert "wandb's own process has ended" not in runs.said(name)
+    assert read_metrics(runs.folder / name)[-1]["step"] == RESUMED_STEPS
+
+
 @pytest.mark.ci
 def test_the_other_processes_of_a_single_rank_are_told_too(runs, tmp_path):
-    """wandb's ends at once, and those that prepare data go on until the rank ends them."""
-    options = {"ranks": 1, "env": {"WANDB_MODE": "offline", "HOME": tmp_path}}
-    args = ("family", LAST, "--num-workers", 1)
-    statuses = runs.stop(*args, plant=signal_the_family, **options)
-    runs.assert_stopped("family", statuses, LOG_EVERY)
-    assert runs.said("family").count("wandb's own process has ended") == 1
-    assert runs.stop(*args, **options) == [0]
-    assert "wandb's own process has ended" not in runs.said("family")
-    assert read_metrics(runs.folder / "family")[-1]["step"] == RESUMED_STEPS
+    check_the_family(runs, tmp_path, make_variant(tmp_path, LAST, "workers"), "family")
+
+
+WORKERS_THAT_STOP = [("dataloader.worker_init_fn = ignore_stop_signals", "pass")]
+register(FIRST, WORKERS_THAT_STOP, ["workers"])
+
+
+def test_planted_workers_that_end_with_the_signal_are_noticed(runs, tmp_path):
+    variant = str(make_variant(tmp_path, FIRST, "workers"))
+    chapter = plant(variant, tmp_path / "chapter", WORKERS_THAT_STOP)
+    with pytest.raises(AssertionError, match=r"^the statuses are"):
+        check_the_family(runs, tmp_path, chapter, "childless")
+
+
+def kill_a_worker() -> None:
+    """As the kernel does when a machine has no memory left; note the process ids of all."""
+
+    def kill() -> None:
+        workers = multiprocessing.active_children()
+        Path(os.environ["NOTES"]).write_text("\n".join(str(worker.pid) for worker in workers))
+        workers[0].kill()
+
+    multiprocessing.set_start_method("fork", force=True)
+    after_steps(SIGNAL_AFTER, kill)
+
+
+def is_running(pid: int) -> bool:
+    return psutil.pid_exists(pid) and psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("chapter", [CHAPTERS[0], FIRST])
+def test_a_data_worker_that_is_killed_ends_the_run(runs, tmp_path, chapter):
+    """PyTorch's error says so, and no process is left. The run can be resumed."""
+    variant = make_variant(tmp_path, chapter, "workers")
+    name, notes = f"{chapter}-dead-worker", tmp_path / "notes"
+    options = {"ranks": 1, "plant": kill_a_worker, "env": {"NOTES": notes}}
+    assert runs.stop(name, variant, "--num-workers", 2, **options) == [1]
+    assert re.search("RuntimeError: DataLoader worker .* (killed|exited)", runs.said(name))
+    pids = [int(line) for line in notes.read_text().splitlines()]
+    assert len(pids) == 2 and not any(map(is_running, pids))
+    assert runs.stop(name, variant, *WORKERS, ranks=1) == [0]
+    assert read_metrics(runs.folder / name)[-1]["step"] == RESUMED_STEPS
+
+
+@pytest.mark.ci
+def test_the_number_of_workers_may_change(runs, tmp_path):
+    """And a run goes on without the variant, bit by bit as if nothing had happened."""
+    variant = make_variant(tmp_path, FIRST, "workers")
+    assert runs.stop("plain", FIRST, ranks=1) == [0]
+    stop = {"ranks": 1, "signals_after_steps": (SIGNAL_AFTER, [TERM])}
+    for number, (chapter, *args) in enumerate(
+        [(variant, "--num-workers", 2), (FIRST,), (variant, *WORKERS)]
+    ):
+        statuses = runs.stop("changed", chapter, *args, **stop)
+        runs.assert_stopped("changed", statuses, LOG_EVERY * (number + 1))
+    assert runs.stop("changed", variant, "--num-workers", 3, ranks=1) == [0]
+    assert_exact(runs.folder / "plain", runs.folder / "changed")

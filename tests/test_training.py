@@ -8,7 +8,7 @@ import sys
 import numpy as np
 import pytest
 import torch
-from helpers import ROOT, plant, read_metrics, register, run_script
+from helpers import ROOT, make_variant, plant, read_metrics, register, run_script
 from runner import load_script
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
@@ -196,11 +196,12 @@ def test_planted_evaluation_in_the_time_of_a_step_is_noticed(train, tmp_path, ti
 
 
 @pytest.mark.nightly
-def test_bfloat16_weights_train_and_rotary_tables_stay_float32(train, monkeypatch):
+def test_bfloat16_weights_train_and_rotary_tables_stay_float32(train, monkeypatch, tmp_path):
     buffers: list[torch.Tensor] = []
     note = lambda checkpoints, model, *_: buffers.extend(model.buffers())  # noqa: E731
     monkeypatch.setattr("common.checkpoint.Checkpoints.save", note)
-    metrics = train(*FAST, "-m", "llama-tiny", "--param-dtype", "bfloat16")
+    variant = make_variant(tmp_path, "01-single-gpu", "bfloat16-weights")
+    metrics = train(*FAST, "-m", "llama-tiny", chapter=str(variant))
     assert {buffer.dtype for buffer in buffers} == {torch.float32}
     assert metrics[-1]["loss"] < metrics[0]["loss"] - 0.3
 

@@ -67,10 +67,12 @@ def test_processes_and_the_gpus_that_they_see(monkeypatch, n_gpus, place, refuse
     monkeypatch.setattr(torch.cuda, "device_count", lambda: n_gpus)
     place = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "3", **ADDRESS, **place}
     if refused:
-        with pytest.raises(RunError, match=f"4 processes on this machine need 4 GPUs.* {n_gpus}"):
-            prepare(monkeypatch, place)
+        for call in (lambda: prepare(monkeypatch, place), lambda: launch.gpu_of(3)):
+            with pytest.raises(RunError, match=f"4 processes on .* need 4 GPUs.* sees {n_gpus}:"):
+                call()
     else:
         assert prepare(monkeypatch, place)["LOCAL_RANK"] == "3"
+        assert n_gpus == 0 or launch.gpu_of(3) == (0 if n_gpus == 1 else 3)
 
 
 # --- what is left over in a shell, and terminals that close ---
@@ -86,7 +88,7 @@ def test_a_rank_that_is_left_over_in_the_shell_prints(left_over):
 
 
 @pytest.mark.parametrize(
-    ("chapter", "open_pair"), [("01-single-gpu", os.pipe), ("02-ddp", os.openpty)]
+    ("chapter", "open_pair"), [("01-single-gpu", os.pipe), ("03-multi-node", os.openpty)]
 )
 def test_a_training_survives_its_terminal(corpus, tmp_path, chapter, open_pair):
     """And a pipe whose reader ends, such as head -1."""

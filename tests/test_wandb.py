@@ -7,7 +7,7 @@ import socket
 
 import pytest
 import wandb
-from helpers import CHAPTERS, ROOT, go_back_to, read_metrics
+from helpers import CHAPTERS, ROOT, go_back_to, make_variant, read_metrics
 from runner import Ranks, finish, start
 
 from common.tracker import Tracker
@@ -27,7 +27,8 @@ class Recorded:
 
     def finish(self) -> None:
         """Leave a file, which another process can read."""
-        facts = {key: self.options[key] for key in ("name", "group", "id")}
+        facts = {key: self.options[key] for key in ("name", "id")}
+        facts["group"] = os.environ.get("WANDB_RUN_GROUP")  # wandb reads it
         file = self.options["dir"] / f"{facts['name']}.recorded"
         file.write_text(json.dumps({**facts, "logged": self.logged}))
 
@@ -114,12 +115,23 @@ def be_on_a_node_of_its_own() -> None:
     wandb.init = Recorded
 
 
-def test_a_run_for_each_node(corpus, tmp_path):
-    """In one group; rank 0's is the run that there is without the flag."""
-    options = {"chapter": CHAPTERS[2], "plant": be_on_a_node_of_its_own}
+@pytest.mark.parametrize(
+    "chapter",
+    [
+        pytest.param(CHAPTERS[2], marks=pytest.mark.ci),
+        pytest.param(CHAPTERS[4], marks=pytest.mark.nightly),
+    ],
+)
+def test_a_run_for_each_node(corpus, tmp_path, chapter):
+    """In one group; rank 0's is the run that the chapter has, too. The variant starts the others.
+
+    A run of the variant goes on in the chapter.
+    """
+    variant = make_variant(tmp_path / "variants", chapter, "track-nodes")
+    options = {"chapter": str(variant), "plant": be_on_a_node_of_its_own}
     options["env"] = {"WANDB_MODE": "offline", "LOCAL_RANK": 0}
     arguments = ["-d", corpus, *FLAGS, "--global-batch-size", 6, "--save-dir", tmp_path]
-    arguments += ["-e", "a-run", "--track-nodes"]
+    arguments += ["-e", "a-run"]
     assert Ranks(2, arguments, **options).finish() == [0, 0]
     files = list((tmp_path / "a-run").glob("*.recorded"))
     assert sorted(file.stem for file in files) == ["a-run", "a-run-host2"]
@@ -130,3 +142,12 @@ def test_a_run_for_each_node(corpus, tmp_path):
         assert run["group"] == "a-run"
         logged = [(line["wandb_step"], line["loss"]) for line in run["logged"]]
         assert logged == metrics, "the mean over all ranks"
+    for file in files:
+        file.unlink()
+    go_back_to(4, tmp_path / "a-run")
+    assert Ranks(2, arguments, **{**options, "chapter": chapter}).finish() == [0, 0]
+    (file,) = (tmp_path / "a-run").glob("*.recorded")
+    again = json.loads(file.read_text())
+    rank_0 = next(run for run in runs if run["name"] == "a-run")
+    assert (again["name"], again["id"], again["group"]) == ("a-run", rank_0["id"], None)
+    assert [line["wandb_step"] for line in again["logged"]] == [step for step, _ in metrics[2:]]
