@@ -138,7 +138,11 @@ def main() -> None:
     sys.path.insert(0, str(args.script.resolve().parent))
     train = runpy.run_path(str(args.script), run_name="train_llm")["main"]
     profiler.start()
-    train()
+    try:
+        train()
+    except SystemExit as ended:  # chapters 3 to 5 exit with a status
+        if ended.code:
+            raise
     if not by_rank:
         raise RunError(
             f"The run took {step} steps, but the last traced step is {last_step}: give the script "

@@ -22,18 +22,19 @@ BF16 = {"sharding": "fsdp", "precision": "bf16"}
 SELECTIVE = {"activation_checkpointing": "selective"}
 FULL = {"activation_checkpointing": "full"}
 # In the order of the chapters. Within a chapter, the setups that slow a step down most come last.
+# What does not begin with -- is a variant of the chapter: make variant CHAPTER=4 WITH=cpu-offload
 SETUPS = {
     "Chapter 1": {"gpus": 1},
     "Chapter 2 or 3": {"sharding": "ddp"},
-    "Chapter 2 or 3 with --zero1": {"sharding": "zero1"},
+    "Chapter 2 or 3 with zero1": {"sharding": "zero1"},
     "Chapter 4": FSDP,
-    f"Chapter 4 with {CHECKPOINTING} selective": FSDP | SELECTIVE,
-    f"Chapter 4 with {CHECKPOINTING} full": FSDP | FULL,
-    f"Chapter 4 with {CHECKPOINTING} full --cpu-offload": FSDP | FULL | {"cpu_offload": True},
+    "Chapter 4 with selective-recomputation": FSDP | SELECTIVE,
+    f"Chapter 4 with {CHECKPOINTING}": FSDP | FULL,
+    f"Chapter 4 with {CHECKPOINTING} and cpu-offload": FSDP | FULL | {"cpu_offload": True},
     "Chapter 5": BF16,
-    f"Chapter 5 with {CHECKPOINTING} selective": BF16 | SELECTIVE,
-    f"Chapter 5 with {CHECKPOINTING} full": BF16 | FULL,
-    f"Chapter 5 with {CHECKPOINTING} full --cpu-offload": BF16 | FULL | {"cpu_offload": True},
+    "Chapter 5 with selective-recomputation": BF16 | SELECTIVE,
+    f"Chapter 5 with {CHECKPOINTING}": BF16 | FULL,
+    f"Chapter 5 with {CHECKPOINTING} and cpu-offload": BF16 | FULL | {"cpu_offload": True},
 }
 RESERVE = 0.05  # share of a GPU's memory for CUDA, NCCL and fragmentation
 
@@ -41,7 +42,7 @@ RESERVE = 0.05  # share of a GPU's memory for CUDA, NCCL and fragmentation
 def predict_all(config: PretrainedConfig, options: Options, cache: dict) -> dict[str, dict]:
     """Return the prediction for each setup; cache: see predict.
 
-    Only context-parallel.diff lets several GPUs share a sequence, and only in chapter 5.
+    With the variant context-parallel of chapter 5, several GPUs share a sequence.
     """
     alone = replace(options, context_parallel=1)
     found = {n: predict(config, replace(alone, **each), cache) for n, each in SETUPS.items()}
@@ -79,7 +80,10 @@ def refusal(config: PretrainedConfig, seq_length: int, n: int) -> str:
 
 
 def short(name: str) -> str:
-    return name.replace("with ", "").replace(f"{CHECKPOINTING} ", "")
+    words = {"with ": "", CHECKPOINTING: "full", "selective-recomputation": "selective"}
+    for old, new in {**words, " and ": ", "}.items():
+        name = name.replace(old, new)
+    return name
 
 
 def table(predictions: dict[str, dict], memory: float) -> str:

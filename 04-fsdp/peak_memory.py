@@ -5,7 +5,7 @@ N parameters of e bytes each (4 in float32) take, on each of n GPUs, in bytes:
     | setup            | parameters | gradients | Adam's moments | gathered for a while          |
     | chapter 1        | e N        | e N       | 2 e N          |                               |
     | DDP              | e N        | e N (*)   | 2 e N          |                               |
-    | DDP, --zero1     | e N        | e N (*)   | 2 e N/n (**)   |                               |
+    | DDP, zero1       | e N        | e N (*)   | 2 e N/n (**)   |                               |
     | chapters 4 and 5 | e N/n      | e N/n     | 2 e N/n        | the root group, a few layers  |
 
 (*) In DDP's buckets. With accumulation, a second copy exists until the last backward pass.
@@ -49,7 +49,7 @@ from transformers import (
 from common import models
 from common.cli import RunError
 
-# The same as in train_llm.py.
+# The same as in the variant selective-recomputation.
 KERNELS = ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
 SAVED_OPS = [getattr(torch.ops.aten, f"_scaled_dot_product_{kernel}").default for kernel in KERNELS]
 SAVED_OPS += [getattr(torch.ops.aten, matmul).default for matmul in ("mm", "addmm", "_scaled_mm")]
@@ -57,7 +57,7 @@ SAVED_OPS += [getattr(torch.ops.aten, matmul).default for matmul in ("mm", "addm
 
 @dataclass(frozen=True)
 class Options:
-    """The machine, and the flags of the chapters that change the memory."""
+    """The machine, and the flags and variants of the chapters that change the memory."""
 
     sharding: str = "none"  # none: chapter 1; ddp; zero1; fsdp: chapters 4 and 5
     gpus: int = 1
@@ -73,7 +73,7 @@ class Options:
     hsdp: bool = False
     cpu_offload: bool = False
     compile: bool = False
-    context_parallel: int = 1  # GPUs that share each sequence; chapter 5's context-parallel.diff
+    context_parallel: int = 1  # GPUs that share each sequence, with the variant of this name
 
 
 def predict(config: PretrainedConfig, options: Options, cache: dict | None = None) -> dict:
@@ -81,7 +81,7 @@ def predict(config: PretrainedConfig, options: Options, cache: dict | None = Non
 
     parameters, gradients, moments: what is stored between the backward pass and the update
     buckets: DDP's buckets, if the gradients are not stored in them
-    host: bytes of parameters, gradients and moments in host memory (--cpu-offload)
+    host: bytes of parameters, gradients and moments in host memory (cpu-offload)
     peak: the largest sum on the GPU during a step
     peak_at: (phase, layer) of the peak; parts: bytes of each part at the peak
 
@@ -358,7 +358,7 @@ def with_gpu_kernels(forward: Callable, *args: object, **kwargs: object) -> obje
 
 
 def attend_to_row(n_ranks: int, module, query, key, value, _, dropout=0.0, scaling=None, **__):
-    """Hold what the attention of rank 0 holds with context-parallel.diff."""
+    """Hold what the attention of rank 0 holds with the variant context-parallel."""
     (first, last), n = query.chunk(2, dim=2), query.shape[2] // 2
     key, value = gather(key, n_ranks), gather(value, n_ranks)
     options = {"is_causal": True, "scale": scaling, "enable_gqa": True}
