@@ -31,6 +31,8 @@ from machine import describe_machine
 # What makes a run's folder, a folder of a model or a tokenizer, and a file.
 RUN = r"(?:train_llm\.py|launch(?:_\w+)?\.sh) (?:.* )?-e (\S+)"
 FOLDER_OR_FILE = r"(?:export\.py \S+|train_tokenizer\.py|>) (\S+)"
+# The folder of a chapter with variants: the number of the chapter, and the names of the variants.
+VARIANT = r"\bvariants/0*(\d+)-[^/+]*\+([^/\s]+)/"
 # Recordings of commands whose failure is shown, and of one that exits with 1 if runs differ.
 MAY_FAIL = ("fault_", "compare_runs")
 # Files beside a recording, and their names in the run's folder.
@@ -69,13 +71,24 @@ def in_order(wanted: list[str]) -> list[str]:
     return order
 
 
+def make_variants(command: str, copy: Path) -> None:
+    """Make, in the copy, the variants that a command starts, as its page does."""
+    for chapter, names in re.findall(r"variants/(\d\d)-[a-z-]+\+([\w+-]+)/", command):
+        words = ["make", "variant", f"CHAPTER={int(chapter)}", f"WITH={names.replace('+', ' ')}"]
+        subprocess.run(words, cwd=copy, check=True, stdout=subprocess.DEVNULL)
+
+
 def run(command: str, copy: Path) -> tuple[int, str]:
-    """Run a command in the copy; return its status and output."""
+    """Run a command in the copy, with the variant that it names; return its status and output."""
     env = {**ENVIRONMENT, "PATH": f"{copy}/.venv/bin:{ENVIRONMENT['PATH']}"}
     env |= {"PYTHONPATH": str(copy), "WANDB_MODE": "disabled", "CUDA_VISIBLE_DEVICES": ""}
     # Torchrun sets this number itself, but with a warning.
     env |= {"OMP_NUM_THREADS": "1"} if "torchrun" in command else {}
     env.pop("VIRTUAL_ENV", None)
+    make_variants(command, copy)
+    if variant := re.search(VARIANT, command):
+        words = [sys.executable, "-m", "common.variants", variant[1], *variant[2].split("+")]
+        subprocess.run(words, cwd=copy, env=env, stdout=subprocess.DEVNULL, check=True)
     if diff := DIFFS.get(command):
         command = f"git apply {diff} && trap 'git apply --reverse {diff}' EXIT && {command}"
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
