@@ -16,6 +16,8 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
+import tempfile
 from pathlib import Path
 from unittest import mock
 
@@ -28,12 +30,15 @@ from helpers import (
     commands,
     copy_repository,
     environment,
+    make_variant,
     name_of,
     prose,
     register,
     replace_in,
 )
 from runner import load_script
+
+from common import variants
 
 RECORDED = {name_of(path): path.read_text() for path in sorted(ROOT.glob("*/recorded/*.txt"))}
 PAGES = [*report.pages(), ROOT / "common/README.md", ROOT / "tests/README.md"]
@@ -44,13 +49,15 @@ HEADINGS = [
     *("The idea", "Run it", "The diff", "What it costs"),
     *("When it breaks", "Check yourself", "Where next"),
 ]
-# How many words a page may have, as wc -w counts them, and all pages that are not below tests/.
-TOPIC_WORDS, ALL_WORDS = 1500, 62_000
-WORDS = {"reference.md": 2700, "measurements.md": 2700}
-WORDS |= {f"{chapter}/README.md": 2500 for chapter in CHAPTERS}
-WORDS |= {"README.md": 1000, "tests/README.md": 940}
-WORDS |= {"03-multi-node/topics/diagnosing.md": 1800}
-UNFOLDED_WORDS = 600  # of the front page
+# How many words a page may have, as wc -w counts them. The longest pages had 10% fewer words when
+# this was written: at a bound that is reached already, a contributor who adds a sentence would have
+# to delete other people's.
+TOPIC_WORDS = 1850
+WORDS = {"reference.md": 3100, "measurements.md": 3100}
+WORDS |= {f"{chapter}/README.md": 2900 for chapter in CHAPTERS}
+WORDS |= {"README.md": 1200, "tests/README.md": 1400}
+WORDS |= {"03-multi-node/topics/diagnosing.md": 2000}
+UNFOLDED_WORDS = 700  # of the front page
 NEEDS = {"gpu", "cluster", "local_cluster", "hub", "horovod"}
 LANGUAGES = (["bash"], ["diff"], ["text"], ["python"], ["dockerfile"])
 # argparse, PyTorch and torchrun say these.
@@ -103,17 +110,70 @@ def anchors(text: str) -> set[str]:
 
 
 def paths_that_are_gone(page: Path, text: str) -> list[str]:
-    """Paths in `code` and in commands that begin with a folder of the repository."""
-    folders = {path.name for path in ROOT.iterdir() if path.is_dir() and path.name != "outputs"}
+    """Paths in `code` and in commands that begin with a folder of the repository.
+
+    A path in variants/ is there if `make variant` can make its folder.
+    """
+    folders = {path.name for path in ROOT.iterdir() if path.is_dir()}
     words = " ".join(re.findall(r"`([^`]+)`", prose(text))).split()
     words += [word for _, command in commands(text) for word in command.split()]
     return [
         f"no such path: {word}"
         for word in words
-        if re.fullmatch(r"[\w.-]+(/[\w.-]+)+/?", word)
-        and (word.split("/")[0] in folders - {".venv"} or re.match(r"\d\d-", word))
-        and not (ROOT / word).exists()
+        if re.fullmatch(r"[\w.-]+(/[\w.+-]+)+/?", word)
+        and (
+            word.split("/")[0] in folders - {".venv", "outputs"}
+            or re.match(r"\d\d-|variants/\d\d-", word)
+        )
+        and not word.startswith("variants/...")
+        and not exists(word)
     ]
+
+
+# Made variants, until the process ends.
+MADE = tempfile.TemporaryDirectory()
+
+
+@functools.cache
+def made(folder: str) -> Path:
+    """Make the variant whose folder in variants/ has this name. Raises VariantError."""
+    chapter, *names = folder.split("+")
+    if names != sorted({*names}) or chapter not in CHAPTERS:
+        raise variants.VariantError(f"make variant makes no folder {folder}")
+    return make_variant(Path(tempfile.mkdtemp(dir=MADE.name)), chapter, *names)
+
+
+def path_of(word: str) -> Path:
+    """Return the path of a file of the repository or of a variant. Raises VariantError."""
+    in_variant = re.fullmatch(r"variants/([\w+-]+)(/.*)?", word)
+    return made(in_variant[1]) / (in_variant[2] or "").strip("/") if in_variant else ROOT / word
+
+
+def exists(word: str) -> bool:
+    try:
+        return path_of(word).exists()
+    except variants.VariantError:
+        return False
+
+
+def wrong_variants(page: Path, text: str) -> list[str]:
+    """The variants that a command names apply together; the page makes those that it starts."""
+    complaints, there, used = [], set(), set()
+    for command in all_commands(text):
+        used |= {*re.findall(r"variants/(\d\d-[\w+-]+)/", command)}
+        for words in simple_commands(command):
+            given = dict(word.split("=", 1) for word in words if "=" in word)
+            if words[:1] != ["make"] or "WITH" not in given or given.get("CHAPTER") == "N":
+                continue
+            try:
+                chosen = variants.choose(int(given.get("CHAPTER", 0)), given["WITH"].split())
+                folder = [variants.CHAPTERS[int(given["CHAPTER"])]]
+                folder = "+".join([*folder, *sorted(variant.name for variant in chosen)])
+                made(folder)
+                there |= {folder} if words[1] == "variant" else set()
+            except variants.VariantError as error:
+                complaints.append(f"{command}: {error}")
+    return complaints + [f"nothing makes variants/{folder}" for folder in sorted(used - there)]
 
 
 @functools.cache
@@ -131,14 +191,15 @@ def real_diff(page: Path) -> list[str]:
 def wrong_diffs(page: Path, text: str) -> list[str]:
     """A block is a piece of the real diff, or several pieces with a line of @@ between them.
 
-    A block can also show a piece of a .diff file of the chapter. The front page shows pieces of the
-    first diff. test_solutions.py looks at the solutions. What no block shows is for `make diff` and
-    the website.
+    A block can also show a piece of a variant, or of another .diff file of the chapter. The front
+    page shows pieces of the first diff. test_solutions.py looks at the solutions. What no block
+    shows is for `make diff` and the website.
     """
     if page.parent.name == "solutions":
         return []
     real = real_diff(CHAPTER_PAGES[1] if page == FRONT else page)
-    files = [path.read_text() for path in ROOT.glob(f"{name_of(page)[:2]}-*/*/*.diff")]
+    paths = {*ROOT.glob(f"{name_of(page)[:2]}-*/*/*.diff"), *ROOT.glob("[0-9]*/diffs/*.diff")}
+    files = [path.read_text() for path in paths]
     complaints = []
     for _, block in blocks(text, "diff"):
         for piece in re.split(r"^@@.*\n", block, flags=re.MULTILINE):
@@ -213,9 +274,11 @@ def scripts_of(command: str) -> list[tuple[str, list[str]]]:
 
 def refusal(script: str, arguments: list[str]) -> str:
     """Return what a script, or the script that a launch file starts, says against arguments."""
-    path = ROOT / script
-    if not path.exists():
+    if script.startswith("variants/..."):
+        return ""
+    if not exists(script):
         return "no such script"
+    path = path_of(script)
     if path.name == "local_cluster.sh":  # its tests call it
         return ""
     if path.suffix != ".py":
@@ -237,7 +300,10 @@ def refusal(script: str, arguments: list[str]) -> str:
 
 @functools.cache
 def parser_of(script: Path) -> argparse.ArgumentParser | None:
-    """Run a script up to where it parses its arguments and return the parser; None without one."""
+    """Run a script up to where it parses its arguments and return the parser; None without one.
+
+    Horovod need not be installed.
+    """
     if "parse_args(" not in script.read_text():
         return None
 
@@ -245,6 +311,7 @@ def parser_of(script: Path) -> argparse.ArgumentParser | None:
     with (
         mock.patch.object(argparse.ArgumentParser, "parse_args", **stop) as parse_args,
         mock.patch.dict(os.environ),
+        mock.patch.dict(sys.modules, dict.fromkeys(("horovod", "horovod.torch"), mock.Mock())),
         contextlib.suppress(EOFError),
     ):
         module = load_script(script)
@@ -299,7 +366,7 @@ def unrecorded_output(page: Path, text: str) -> list[str]:
 def stale_tables(page: Path, text: str) -> list[str]:
     """A table of numbers, right-aligned, is made by report.py; and its sources are linked to."""
     complaints = [] if report.fill(text) == text else ["run python tests/benchmarks/report.py"]
-    rest = re.sub(r"<!-- table: \w+ -->\n(.*\n)*?<!-- end -->", "", text)
+    rest = without_chapters(re.sub(r"<!-- table: \w+ -->\n(.*\n)*?<!-- end -->", "", text))
     number = r"[\d,.]+( ?(ms|s|%|GiB|MB|tokens/s))?"
     numbers = rf"^\|.*--:.*|^\|.*\| *{number} *\|.*"
     complaints += [f"no table of report.py: {row[0]}" for row in re.finditer(numbers, rest, re.M)]
@@ -311,6 +378,19 @@ def stale_tables(page: Path, text: str) -> list[str]:
             if ROOT / source not in links:
                 complaints.append(f"table {name} does not link to {source}")
     return complaints
+
+
+def without_chapters(text: str) -> str:
+    """Return a text less the cells below "chapter" or "chapters" in its tables."""
+
+    def emptied(table: re.Match) -> str:
+        rows = [row.split("|") for row in table[0].splitlines()]
+        columns = [n for n, cell in enumerate(rows[0]) if cell.strip() in ("chapter", "chapters")]
+        for row in rows[2:]:
+            row[:] = ["" if n in columns else cell for n, cell in enumerate(row)]
+        return "".join("|".join(row) + "\n" for row in rows)
+
+    return re.sub(r"(?:^\|.*\n)+", emptied, text, flags=re.MULTILINE)
 
 
 @functools.cache
@@ -356,8 +436,9 @@ WITH_MISTAKES = [ROOT / "02-ddp" / name for name in ("README.md", "reference.md"
 WITH_MISTAKES += [CHAPTER_PAGES[0], FRONT, ROOT / "03-multi-node/topics/determinism.md"]
 ROT = {
     wrong_headings: ("## What it costs", "## Price", "headings are"),
-    too_long: ("\\A", "one more word " * 900, "words, 2500 at most"),
+    too_long: ("\\A", "one more word " * 900, "words, 2900 at most"),
     folded_headings: (r"</summary>\n", "</summary>\n\n## A heading\n", "folded: ## A heading"),
+    wrong_variants: ("WITH=zero1", "WITH=zero9", "There is no variant zero9"),
     dead_links: (r"\]\(#[a-z]", "](#x", "no such heading"),
     paths_that_are_gone: (r"`common/checkpoint\.py`", "`common/lunch.py`", "common/lunch.py"),
     wrong_diffs: (r"^\+.*init_process_group\(\n", "", "stands 0 times in the real diff"),
@@ -389,9 +470,34 @@ def test_rule(rule):
 
 
 @pytest.mark.check
-def test_all_pages_together_are_not_too_long():
+@pytest.mark.parametrize(
+    ("rule", "text", "complaint"),
+    [
+        (paths_that_are_gone, "`variants/02-ddp+zero1/zero1.py`", None),
+        (paths_that_are_gone, "`variants/02-ddp+zero9/zero1.py`", "no such path"),
+        (paths_that_are_gone, "`variants/02-ddp+zero1/zero9.py`", "no such path"),
+        (paths_that_are_gone, "`variants/02-ddp+zero1+workers`", "no such path"),
+        (refused_arguments, "`bash variants/02-ddp+workers/launch.sh --num-workers 2`", None),
+        (refused_arguments, "`bash variants/02-ddp+zero1/launch.sh --num-workers 2`", "unrecogn"),
+        (refused_arguments, "`bash variants/02-ddp+zero1/lunch.sh`", "no such script"),
+        (wrong_variants, '`make variant CHAPTER=4 WITH="hsdp cpu-offload"`', None),
+        (wrong_variants, "`make variant CHAPTER=1 WITH=hsdp`", "does not apply to chapter 1"),
+        (wrong_variants, "`make diff CHAPTER=2 WITH=float16`", "needs autocast"),
+        (wrong_variants, "`bash variants/02-ddp+zero1/launch.sh`", "nothing makes variants/02-"),
+    ],
+)
+def test_commands_with_variants(rule, text, complaint):
+    found = rule(FRONT, text)
+    assert complaint in "\n".join(found) if complaint else found == []
+
+
+@pytest.mark.check
+def test_words_of_the_pages():
+    """This prints them, with `pytest -rP`; no total is too long."""
     words = {name_of(page): len(page.read_text().split()) for page in PAGES}
-    assert sum(words.values()) - words["tests/README.md"] <= ALL_WORDS, words
+    print(*(f"{count:6} {name}" for name, count in words.items()), sep="\n")
+    print(f"{sum(words.values()):6} in all")
+    assert min(words.values()) > 0, "a page is empty"
 
 
 # --- commands ---
@@ -400,8 +506,8 @@ TRAINS = r"\b(train_(llm|classifier)\.py|launch(_\w+)?\.sh)|^make train"
 # What tests do not run from here: it changes the environment, needs other nodes, measures for
 # minutes, applies a diff (test_chapter_diffs.py does that), or has tests of its own.
 NOT_RUN = re.compile(
-    r"^git |^cd |\bpip\b|-m venv|^make (?!train|diff)|^docker |CONTAINER|pytest|tests/benchmarks/"
-    r"|faults/|trace_ranks|NNODES|HEAD=|HOSTS|hosts\.txt|node\d|mpirun|sbatch|srun"
+    r"^git |^cd |\bpip\b|-m venv|^make (?!train|diff|variant)|^docker |CONTAINER|pytest"
+    r"|tests/benchmarks/|faults/|trace_ranks|NNODES|HEAD=|HOSTS|hosts\.txt|node\d|mpirun|sbatch|srun"
 )
 # In a run of one step, the classifier spends most of its time on its texts.
 EXAMPLES = "02-ddp/classification/examples.py"
@@ -411,7 +517,7 @@ register(EXAMPLES, [FEWER])
 IN_TEST = r"make|04-fsdp/export\.py|bash 02-ddp/launch\.sh|python 01-single-gpu/generate\.py"
 IN_CI = (
     r"evaluate|train_tokenizer|torchrun 02-ddp/train_c|launch_torchrun|allreduce|preflight"
-    r"|bash 0[45]\S+/launch\.sh"
+    r"|bash 0[45]\S+/launch\.sh|variants"
 )
 
 
@@ -433,7 +539,8 @@ def kind(command: str) -> str:
     if command.startswith("make"):
         return " ".join(command.split()[:2])
     words = re.sub(r"\S+/(?=(python|torchrun|bash) )", "", command).split()
-    scripts = [word for word in words if re.fullmatch(r"\d\d-\S+\.(py|sh)", word)]
+    words = [re.sub(r"^variants/\d\d-[^/]+", "variants", word) for word in words]
+    scripts = [word for word in words if re.fullmatch(r"(\d\d-|variants/)\S+\.(py|sh)", word)]
     starters = [word for word in words if word in ("python", "torchrun", "bash")]
     return " ".join(starters[:1] + scripts) if scripts else ""
 
@@ -494,6 +601,8 @@ def test_command(command, checkout):
             shutil.rmtree(outputs / name, ignore_errors=True)
         elif not (outputs / name).exists():
             shutil.copytree(outputs / "my-run", outputs / name)
+    for chapter, names in re.findall(r"variants/(\d\d)-[a-z-]+\+([\w+-]+)", command):
+        run_in(checkout, f'make variant CHAPTER={int(chapter)} WITH="{names.replace("+", " ")}"')
     before = set(outputs.iterdir())
     run_in(checkout, shortened(command))
     if trains:

@@ -1,15 +1,18 @@
 """Whoever comes from another script or framework finds the subject here, and its commands run.
 
-The subjects are those of where_from.md. Each has a row, a page that names it, and a command or a
-diff that other tests run. Below: commands that are typed elsewhere, gpt2.args, and TensorBoard.
+The subjects are those of where_from.md. Each has a row, a page that names it, and a command that
+other tests run, or variants that can be made and that other tests compare with their chapter.
+Below: commands that are typed elsewhere, gpt2.args, and TensorBoard.
 """
 
 import re
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
 
 import pytest
+import report
 from helpers import (
     CHAPTERS,
     ROOT,
@@ -17,10 +20,14 @@ from helpers import (
     commands,
     environment,
     free_port,
+    make_variant,
+    name_of,
     read_metrics,
     run_script,
 )
 from runner import load_script
+
+from common import variants
 
 PAGE = ROOT / "01-single-gpu/topics/where_from.md"
 TORCHRUN_PAGE = ROOT / "03-multi-node/topics/torchrun.md"
@@ -44,7 +51,12 @@ SUBJECTS = {
     "DistributedDataParallel": "DistributedDataParallel",
     "DataParallel": "torch.nn.DataParallel",
     "Horovod": "horovodrun",
-    "Apex": "opt_level",
+    "Horovod with mixed precision": "+autocast+horovod/train_llm.py",
+    "O0": '`opt_level="O0"`',
+    "O1": "`O1`",
+    "O2": "`O2`",
+    "O3": "`O3`",
+    "data workers": "--num-workers",
     "with a classification head": "F1",
     "without a head": "--head none",
     "--node_rank": "--node_rank",
@@ -54,12 +66,18 @@ SUBJECTS = {
     "one job": "sbatch",
     "activation checkpointing": "--activation-checkpointing",
     "FSDP": "fully_shard",
+    "ZeRO-1": "zero1.py",
+    "ZeRO-2": "zero2",
+    "ZeRO-3": "fully_shard",
+    "offload": "cpu-offload",
     "DDP is not enough": "memory.py",
     "accelerate": "accelerate",
     "DeepSpeed": "DeepSpeed",
     "Lightning": "Lightning",
     "torchtitan": "torchtitan",
     "mixed precision": "bfloat16",
+    "float16": "float16",
+    "bfloat16 weights": "bfloat16-weights",
     "model parallelism": "tensor",
 }
 
@@ -74,10 +92,87 @@ def rows(text: str) -> list[tuple[str, Path, str]]:
 
 
 def what_runs() -> str:
-    """Return the commands in blocks on pages, which test_pages.py runs, and all tests of diffs."""
-    pages = [*ROOT.glob("*.md"), *ROOT.glob("[0-9]*/*.md"), *ROOT.glob("[0-9]*/topics/*.md")]
-    in_blocks = [line for page in pages for _, line in commands(page.read_text())]
+    """Return the commands in blocks on pages, which test_pages.py runs, and all tests."""
+    in_blocks = [line for page in report.pages() for _, line in commands(page.read_text())]
     return "\n".join([*in_blocks, *(test.read_text() for test in ROOT.glob("tests/test_*.py"))])
+
+
+# --- variants ---
+
+# These tests name variants, but compare none of them with its chapter.
+NOT_PARITY = ("test_pages.py", "test_where_from.py", "test_old_flags.py", "test_variants.py")
+# It skips its first steps on purpose. What is wrong on purpose is in solutions folders.
+DIFFERS = {"high-scale"}
+
+
+def variants_in(text: str) -> set[tuple[int, str]]:
+    """Return the chapter and the variants of each `make variant` in a text."""
+    found = re.findall(r"make variant CHAPTER=(\d+) WITH=(?:\"([^\"]*)\"|([\w-]+))", text)
+    return {(int(chapter), several or one) for chapter, several, one in found}
+
+
+@cache
+def names_in_parity_tests() -> set[str]:
+    """Return the strings in the tests that compare variants with their chapters."""
+    texts = [
+        path.read_text() for path in ROOT.glob("tests/test_*.py") if path.name not in NOT_PARITY
+    ]
+    texts = [text for text in texts if "make_variant(" in text or "variants=" in text]
+    return {*re.findall(r"\"([a-z][a-z0-9-]+)\"", "".join(texts))}
+
+
+def wrong_variants(text: str, folder: Path) -> list[str]:
+    """Make the variants that a text names; return what cannot be made, or has no parity test."""
+    found = []
+    for chapter, names in sorted(variants_in(text)):
+        try:
+            variants.choose(chapter, names.split())
+            make_variant(folder, variants.CHAPTERS[chapter], *names.split())
+        except variants.VariantError as error:
+            found.append(f"CHAPTER={chapter} WITH={names}: {error}")
+            continue
+        compared = {variant.name for variant in variants.all_variants()} - DIFFERS
+        untested = compared & {*names.split()} - names_in_parity_tests()
+        found += [f"no parity test of {name}" for name in sorted(untested)]
+    return found
+
+
+@pytest.mark.check
+def test_every_variant_on_a_page_can_be_made_and_is_compared_with_its_chapter(tmp_path):
+    found, made = [], 0
+    for number, page in enumerate(report.pages()):
+        text = page.read_text()
+        found += [
+            f"{name_of(page)}: {each}" for each in wrong_variants(text, tmp_path / str(number))
+        ]
+        made += len(variants_in(text))
+    assert found == [] and made > 20
+
+
+@pytest.mark.check
+@pytest.mark.parametrize(
+    ("right", "wrong", "complaint"),
+    [
+        ("WITH=zero1", "WITH=zero9", "CHAPTER=2 WITH=zero9: There is no variant zero9"),
+        ("CHAPTER=2 WITH=zero1", "CHAPTER=4 WITH=zero1", "CHAPTER=4 WITH=zero1: zero1 does not"),
+        ('="autocast float16 loss-scaling"', "=float16", "CHAPTER=2 WITH=float16: In chapter 2,"),
+    ],
+)
+def test_planted_variants_that_cannot_be_made(right, wrong, complaint, tmp_path):
+    text = PAGE.read_text()
+    assert right in text
+    found = wrong_variants(text.replace(right, wrong), tmp_path)
+    assert any(each.startswith(complaint) for each in found)
+
+
+@pytest.mark.check
+def test_planted_variant_without_a_parity_test(tmp_path, monkeypatch):
+    tested = names_in_parity_tests() - {"zero1"}
+    monkeypatch.setitem(globals(), "names_in_parity_tests", lambda: tested)
+    assert "no parity test of zero1" in wrong_variants(PAGE.read_text(), tmp_path)
+
+
+# --- subjects ---
 
 
 def is_about(known: str, subject: str) -> bool:
@@ -88,15 +183,18 @@ def complaints(text: str) -> list[str]:
     """Return what is missing: a subject, its name on its page, or what a row lets a reader try."""
     found, table, runs = [], rows(text), what_runs()
     for subject, name in SUBJECTS.items():
-        pages = [page for known, page, _ in table if is_about(known, subject)]
+        # The row with the shortest text says the least beside the subject.
+        pages = [
+            page
+            for known, page, _ in sorted(table, key=lambda row: len(row[0]))
+            if is_about(known, subject)
+        ]
         if not pages:
             found.append(f"no row for {subject}")
         elif name not in pages[0].read_text():
             found.append(f"{pages[0].name} does not have {name}, for {subject}")
     for known, page, to_try in table:
         tried = re.findall(r"make \w+|\d\d-\S+\.(?:py|sh|sbatch)", to_try)
-        # autocast-01.diff to autocast-03.diff have one test.
-        tried += [f"diffs/{stem}" for stem in re.findall(r"/([a-z-]+?)(?:-\d+)?\.diff", to_try)]
         in_page = bool(commands(page.read_text()) or blocks(page.read_text(), "python"))
         if not all(each in runs for each in tried) or not (tried or in_page):
             found.append(f"nothing that runs for {known}")
