@@ -92,6 +92,7 @@ def fixed_settings(
     for name, value in sources.items():
         if value and Path(value).exists():
             sources[name] = str(Path(value).absolute())
+    entries = {name: value for name, value in of_variant.items() if value is not None}
     settings = {
         "dataset_checksum": train_data.digest,
         "param_dtype": str(next(model.parameters()).dtype).removeprefix("torch."),
@@ -103,10 +104,10 @@ def fixed_settings(
             for name, value in vars(args).items()
             if name not in MAY_CHANGE and name not in of_variant
         },
-        **{name: value for name, value in of_variant.items() if value is not None},
+        **entries,
         **describe(model.config),
         "sources": sources,
-        "of_variant": sorted(name for name, value in of_variant.items() if value is not None),
+        "of_variant": sorted(entries),
     }
     return json.loads(json.dumps(settings))
 

@@ -170,12 +170,11 @@ def start_log(args: argparse.Namespace, device: torch.device) -> None:
         format=f"[%(asctime)s] {place}%(message)s",
         handlers=[ProgressHandler()],
     )
-    for line, level in zip(
-        variants.describe_folder(Path(sys.argv[0]).parent),
-        (logging.INFO, logging.WARNING),
-        strict=False,
-    ):
-        logging.log(level, line)
+    about_variant = variants.describe_folder(Path(sys.argv[0]).parent)
+    for line in about_variant[:1]:
+        logging.info(line)
+    for warning in about_variant[1:]:
+        logging.warning(warning)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     environment = {k: v for k, v in sorted(os.environ.items()) if LOGGED_ENVIRONMENT.fullmatch(k)}
     logging.info(
