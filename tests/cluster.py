@@ -10,7 +10,9 @@ from pathlib import Path
 import pytest
 
 SCRIPT = Path(__file__).parents[1] / "03-multi-node/tools/local_cluster.sh"
-ENVIRONMENT = dict(os.environ)  # before a test, or a library that it imports, has changed it
+# Before a test, or a library that it imports, has changed it; and as if make had not started them.
+MAKE = ("MAKEFLAGS", "MAKELEVEL", "MFLAGS")
+ENVIRONMENT = {name: value for name, value in os.environ.items() if name not in MAKE}
 # For what takes seconds alone, and minutes where other tests run beside it.
 PATIENCE_S = 600
 
