@@ -6,7 +6,8 @@
 #   bash 02-ddp/launch.sh -e my-run --max-steps 100
 #   NPROC_PER_NODE=4 bash 02-ddp/launch.sh
 set -euo pipefail
-SCRIPT=${SCRIPT:-02-ddp/train_llm.py}
+# Where launch_classifier.sh sources this file, it has set SCRIPT.
+[[ "${BASH_SOURCE[0]}" != "$0" ]] || SCRIPT=02-ddp/train_llm.py
 source "$(dirname "${BASH_SOURCE[0]}")/../common/launch.sh"
 
 # By default torchrun gives each process one thread.

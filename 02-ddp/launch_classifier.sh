@@ -1,9 +1,9 @@
 #!/usr/bin/env bash
-# Train the classifier on this machine, with the processes of launch.sh. All arguments are passed to
-# train_classifier.py.
+# Train the classifier on this machine, as launch.sh trains, which this file sources. All arguments
+# are passed to train_classifier.py.
 #
 #   bash 02-ddp/launch_classifier.sh
 #   NPROC_PER_NODE=4 bash 02-ddp/launch_classifier.sh -e my-run --max-steps 100
 set -euo pipefail
-export SCRIPT=02-ddp/train_classifier.py
-exec bash "$(dirname "${BASH_SOURCE[0]}")/launch.sh" "$@"
+SCRIPT=02-ddp/train_classifier.py
+source "$(dirname "${BASH_SOURCE[0]}")/launch.sh"

@@ -13,13 +13,12 @@
 # MAX_RESTARTS    how often torchrun restarts all processes after a failure (default: 0); needs -e
 # LAST_CALL       with MIN:MAX, seconds that MIN nodes wait for more nodes (default: 30)
 # PYTHON          the interpreter (default: the one of the active environment or of .venv)
-# LAUNCH_FILE     a launch file that calls this one; the train_llm.py next to it is started
 set -euo pipefail
 # Slurm sends USR1 to all processes, and it would kill torchrun. A signal that is ignored here stays
 # ignored in torchrun, while train_llm.py installs a handler for it.
 trap "" USR1
-LAUNCH_FILE=${LAUNCH_FILE:-03-multi-node/launch_torchrun.sh}
-SCRIPT="$(dirname "$LAUNCH_FILE")/train_llm.py"
+# Where another launch file sources this one, that file has set SCRIPT.
+[[ "${BASH_SOURCE[0]}" != "$0" ]] || SCRIPT=03-multi-node/train_llm.py
 source "$(dirname "${BASH_SOURCE[0]}")/../common/launch.sh"
 
 if [[ "${NNODES:-1}" != 1 && -z "${HEAD:-}" ]]; then

@@ -449,7 +449,11 @@ LAUNCHED = {
 @pytest.mark.ci
 @pytest.mark.parametrize("folder", LAUNCHED)
 def test_launch_file_trains_the_variant(folder, make, copy, tmp_path):
-    """On two processes. A folder of an older checkout trains, too, and warns."""
+    """On two processes. A folder of an older checkout trains, too, and warns.
+
+    Variables of the launch files that the reader's shell has exported select no other script.
+    """
+    exported = {"SCRIPT": "01-single-gpu/train_llm.py", "LAUNCH_FILE": "04-fsdp/launch.sh"}
     chapter, *names = folder.split("+")
     make(int(chapter[:2]), *names)
     outdated = chapter == "04-fsdp"
@@ -460,7 +464,7 @@ def test_launch_file_trains_the_variant(folder, make, copy, tmp_path):
     done = subprocess.run(
         ["bash", f"variants/{folder}/{LAUNCHED[folder]}", *map(str, flags)],
         cwd=copy,
-        env=environment(NPROC_PER_NODE=2, PYTHONPATH=copy),
+        env=environment(NPROC_PER_NODE=2, PYTHONPATH=copy, **exported),
         capture_output=True,
         text=True,
     )
