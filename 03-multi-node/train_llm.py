@@ -320,8 +320,8 @@ def main() -> None:
                 checkpoints.save(model, optimizer, lr_scheduler, state)
     progress_bar.close()
     tracker.finish()
-    status = launch.ask_for_requeue(run_dir, state["step"]) if stop else 0  # tells the job script
     logger.info(f"to generate text with the model: python 01-single-gpu/generate.py {run_dir}")
+    status = launch.ask_for_requeue(run_dir, state["step"]) if stop else 0  # tells the job script
     dist.barrier()  # a rank that exits early would look like a failure to the other ranks
     dist.destroy_process_group()
     sys.exit(status)
