@@ -5,6 +5,7 @@ a chapter, or any script as `python` would. Those of a Series run many configura
 other.
 """
 
+import atexit
 import contextlib
 import gc
 import importlib.util
@@ -330,7 +331,13 @@ def _child(
     torch.set_num_threads(int(os.environ.get("OMP_NUM_THREADS") or os.cpu_count()))
     sys.argv = [str(path), *args]
     sys.path.insert(0, str(path.parent))
-    runpy.run_path(str(path), run_name="__main__")
+    try:
+        runpy.run_path(str(path), run_name="__main__")
+    except Exception:
+        # As the interpreter ends; multiprocessing would wait for a script's processes instead.
+        traceback.print_exc()
+        atexit._run_exitfuncs()
+        os._exit(1)
 
 
 def _kill() -> None:

@@ -218,12 +218,16 @@ def is_running(pid: int) -> bool:
 @pytest.mark.ci
 @pytest.mark.parametrize("chapter", [CHAPTERS[0], FIRST])
 def test_a_data_worker_that_is_killed_ends_the_run(runs, tmp_path, chapter):
-    """PyTorch's error says so, and no process is left. The run can be resumed."""
+    """The error says what was lost, and no process is left. The run can be resumed.
+
+    PyTorch may notice the lost connection to the worker before it notices the lost worker.
+    """
     variant = make_variant(tmp_path, chapter, "workers")
     name, notes = f"{chapter}-dead-worker", tmp_path / "notes"
     options = {"ranks": 1, "plant": kill_a_worker, "env": {"NOTES": notes}}
     assert runs.stop(name, variant, "--num-workers", 2, **options) == [1]
-    assert re.search("RuntimeError: DataLoader worker .* (killed|exited)", runs.said(name))
+    said = runs.said(name)
+    assert re.search("DataLoader worker .* (killed|exited)|^(Connection.*|EOF)Error", said, re.M)
     pids = [int(line) for line in notes.read_text().splitlines()]
     assert len(pids) == 2 and not any(map(is_running, pids))
     assert runs.stop(name, variant, *WORKERS, ranks=1) == [0]
