@@ -74,7 +74,7 @@ diffs:  ## renew the .diff files after a change of a script, before you commit i
 
 # The files that git knows and that exist, so a file of your own never matters.
 TRACKED := git grep -lzI '' --
-NOT_SPELLED := ':!*/recorded/*' ':!common/presets/tokenizer' ':!*.json*' ':!*.ipynb'
+NOT_SPELLED := ':!*/recorded/*' ':!common/inputs/presets/tokenizer' ':!*.json*' ':!*.ipynb'
 
 lint: .venv/.test
 	$(TRACKED) '*.py' '*.ipynb' | xargs -0 $(BIN)/ruff check

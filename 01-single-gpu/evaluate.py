@@ -19,10 +19,12 @@ import torch.distributed as dist
 from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 
-from common import cli, launch, models
-from common.cli import RunError, at_least
+from common import cli, launch, ranks
+from common.cli import at_least
 from common.data import IGNORED, load_sequences
-from common.shards import find_shards
+from common.errors import RunError
+from common.inputs import models
+from common.inputs.token_files import find_token_files
 
 from trained_model import check_output, load_trained
 
@@ -85,7 +87,7 @@ def main() -> None:
         streams += part.streams
         n_bytes += sum(map(len, part.streams)) / part.tokens_per_byte
     n_tokens, n_bytes = sum(map(len, streams)), round(n_bytes)
-    if find_shards(args.dataset_name):
+    if find_token_files(args.dataset_name):
         note += "; the number of bytes is an estimate, because its text is unknown"
     # GPT-2 has no unknown token. Its unk_token is the end-of-text token.
     unknown = {tokenizer.unk_token_id} - {None, tokenizer.eos_token_id}
@@ -115,7 +117,7 @@ def main() -> None:
         backend = "cpu:gloo,cuda:nccl" if cuda else "gloo"
         dist.init_process_group(backend, device_id=device if cuda else None)
         inputs = {"model": trained.origin, "text": [part.digest for part in chosen]}
-        launch.check_agreement(inputs, "give --step, and the same data on all nodes")
+        ranks.check_agreement(inputs, "give --step, and the same data on all nodes")
         dist.all_reduce(total)  # ranks may have different numbers of tokens, so sum before dividing
         dist.barrier()  # a rank that exits early would look like a failure to the other ranks
         dist.destroy_process_group()

@@ -14,8 +14,9 @@ import torch
 from transformers import GenerationConfig
 
 from common import cli, launch
-from common.cli import RunError, at_least
-from common.models import n_positions
+from common.cli import at_least, between
+from common.errors import RunError
+from common.inputs.models import NO_MASK, n_positions
 
 from chat import encode_chat, hide_special_tokens
 from trained_model import TrainedModel, check_output, load_trained
@@ -41,7 +42,7 @@ def get_args() -> argparse.Namespace:
     add = parser.add_argument_group("sampling").add_argument
     add("--temperature", default=0.7, type=at_least(0.0), help="divide logits by this; 0: greedy")
     add("--top-k", default=40, type=at_least(0), help="most likely tokens to sample from; 0: all")
-    share = at_least(1e-6, 1.0)
+    share = between(1e-6, 1.0)
     add("--top-p", default=1.0, type=share, help="total probability of these tokens; 1: all")
     penalty = at_least(1e-6)
     add("--repetition-penalty", default=1.0, type=penalty, help="for repeated tokens; 1: none")
@@ -66,7 +67,7 @@ def main() -> None:
             f"{tokenizer.name_or_path} has no chat template: leave out --chat, or give "
             "--tokenizer-name a folder with a tokenizer and a chat_template.jinja."
         )
-    if model.config._attn_implementation == "causal_sdpa":  # which ignores the padding mask
+    if model.config._attn_implementation == NO_MASK:  # which ignores the padding mask
         model.set_attn_implementation("sdpa")
     # This replaces the generation settings of a model folder.
     sampling = {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p}

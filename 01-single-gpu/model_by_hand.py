@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from transformers import GPT2Config
 
 from common import cli, launch
+from common.errors import RunError
 
 from trained_model import load_trained
 
@@ -110,7 +111,7 @@ def main() -> None:
     trained = load_trained(args.trained, None, None, None)
     config = trained.model.config
     if config.model_type != "gpt2":
-        raise cli.RunError(f"{args.trained} is a {config.model_type}: give a GPT-2.")
+        raise RunError(f"{args.trained} is a {config.model_type}: give a GPT-2.")
     model = GPT2(config)
     model.load(trained.model.float().state_dict())
     ids = trained.tokenizer.encode(args.prompt, return_tensors="pt")

@@ -14,11 +14,13 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
-from common import cli, launch, models
+from common import cli, launch
 from common.checkpoint import Checkpoints, fixed_settings
-from common.cli import at_least
+from common.cli import at_least, between
 from common.data import ResumableSampler, load_sequences
+from common.errors import RunError
 from common.gradients import clip_grad_norm
+from common.inputs import models
 from common.timers import PhaseTimers, flops_per_token
 from common.tracker import Tracker, make_run_dir
 
@@ -46,13 +48,13 @@ def get_args() -> argparse.Namespace:
     add("-b", "--batch-size", default=8, type=at_least(1), help="limit per device and micro-batch")
     add("--global-batch-size", default=24, type=at_least(1), help="sequences per step, all devices")
     add("--lr", type=at_least(0.0), help="peak (default: 1 / model width, or 5e-5 if pretrained)")
-    add("--beta1", default=0.8, type=at_least(0.0, 0.999), help="decay of AdamW's mean gradient")
+    add("--beta1", default=0.8, type=between(0.0, 0.999), help="decay of AdamW's mean gradient")
     add("--warmup-steps", type=at_least(0), help="steps (default: a quarter of all, <= 100)")
     add("--weight-decay", default=0.1, type=at_least(0.0), help="AdamW's weight decay")
     add(
         "--max-grad-norm",
         default=1.0,
-        type=at_least(1e-6, math.inf),
+        type=between(1e-6, math.inf),
         help="clip above this; inf: never",
     )
     add("--num-epochs", default=0.6, type=at_least(1e-6), help="passes over the data")
@@ -104,7 +106,7 @@ def main() -> None:
     share, rest = divmod(args.global_batch_size, world_size)
     if rest or args.global_batch_size > len(train_data):
         fits = world_size * max(1, min(share, len(train_data) // world_size))
-        raise cli.RunError(
+        raise RunError(
             f"--global-batch-size {args.global_batch_size} must be a multiple of {world_size} (the "
             f"devices), at most {len(train_data)} (the training sequences), for example {fits}."
         )
@@ -169,7 +171,7 @@ def main() -> None:
     torch.manual_seed(args.seed + rank)  # for dropout
     # Saved with the weights, the optimizer and the schedule: all that the next step depends on.
     state = {"step": 0}
-    # What must not change when a run resumes, for example --lr. The batch per device may change.
+    # What must not change when a run resumes. By now, args has all values that the training uses.
     settings = fixed_settings(
         args=args,
         model=model,
@@ -238,7 +240,7 @@ def main() -> None:
         if state["step"] % args.log_freq == 0 or last:
             # A run that has diverged stops here, before it replaces a checkpoint.
             if not (running_loss + grad_norm).isfinite():
-                raise cli.RunError(
+                raise RunError(
                     f"The training has diverged: at step {state['step']} the loss or the gradient "
                     f"norm is not finite. The run can be resumed from step {checkpoints.step}, but "
                     "would diverge again: start a new one with a smaller --lr."

@@ -12,8 +12,9 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers, proce
 from transformers import PreTrainedTokenizerFast
 
 from common import cli, launch
-from common.cli import RunError, at_least
-from common.documents import find_documents
+from common.cli import at_least
+from common.errors import RunError
+from common.inputs.documents import find_documents
 
 END_OF_TEXT = "<|endoftext|>"  # ends each document; its id is 0
 UNKNOWN = "<|unknown|>"  # replaces words and characters that are not in the vocabulary

@@ -10,8 +10,9 @@ from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.utils.logging import disable_progress_bar
 
-from common import checkpoint, models
-from common.cli import RunError
+from common import checkpoint
+from common.errors import RunError
+from common.inputs import models
 from common.storage import as_path, exists
 
 

@@ -11,7 +11,8 @@ import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM
 
-from common import launch, models
+from common import launch
+from common.inputs import models
 
 
 def parameter_server(grads: torch.Tensor) -> None:

@@ -25,8 +25,9 @@ from pathlib import Path
 import torch
 import torch.distributed as dist
 
-from common import cli, launch
-from common.cli import RunError, at_least
+from common import cli, launch, ranks
+from common.cli import at_least
+from common.errors import RunError
 from common.timers import PhaseTimers
 
 Spans = list[tuple[float, float]]  # start and end, in microseconds
@@ -122,7 +123,7 @@ def main() -> None:
         profiler.step()
         if step == last_step:
             events = json.loads(trace_file.read_text())["traceEvents"]
-            by_rank = launch.gather({rank: measure(events, on_gpu)})
+            by_rank = ranks.gather({rank: measure(events, on_gpu)})
 
     time_phase = PhaseTimers.__call__
 

@@ -22,11 +22,13 @@ from torch.optim.lr_scheduler import LambdaLR
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, set_seed
 
-from common import cli, launch, models
-from common.cli import RunError, at_least
+from common import cli, launch
+from common.cli import at_least
 from common.data import IGNORED
+from common.errors import RunError
 from common.gradients import clip_grad_norm
-from common.launch import check_agreement, gather, rank_and_world_size
+from common.inputs import models
+from common.ranks import check_agreement, gather, rank_and_world_size
 from common.timers import PhaseTimers
 from common.tracker import Tracker, make_run_dir
 

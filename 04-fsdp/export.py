@@ -16,7 +16,8 @@ from transformers import GenerationConfig
 from transformers.utils.logging import disable_progress_bar
 
 from common import cli, launch
-from common.cli import RunError, at_least
+from common.cli import at_least
+from common.errors import RunError
 from common.storage import as_path
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "01-single-gpu"))

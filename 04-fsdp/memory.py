@@ -10,8 +10,10 @@ from dataclasses import fields, replace
 
 from transformers import PretrainedConfig
 
-from common import cli, launch, models
-from common.cli import RunError, at_least
+from common import cli, launch
+from common.cli import at_least
+from common.errors import RunError
+from common.inputs import models
 
 from peak_memory import Options, predict
 

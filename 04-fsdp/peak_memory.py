@@ -46,8 +46,8 @@ from transformers import (
     PreTrainedModel,
 )
 
-from common import models
-from common.cli import RunError
+from common.errors import RunError
+from common.inputs import models
 
 # The same as in the variant selective-recomputation.
 KERNELS = ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
@@ -220,7 +220,7 @@ def count_activations(
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(
             config,
-            attn_implementation="sdpa" if attention == "sdpa" else "causal_sdpa",  # without a mask
+            attn_implementation="sdpa" if attention == "sdpa" else models.NO_MASK,
             dtype=torch.bfloat16 if half else torch.float32,
         )
     model.config.pad_token_id = None  # GPT-2 would look for padding in the tokens

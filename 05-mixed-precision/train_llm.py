@@ -25,11 +25,14 @@ from torch.utils.checkpoint import checkpoint as recompute
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
-from common import cli, launch, models
+from common import cli, launch
 from common.checkpoint import Checkpoints, fixed_settings
-from common.cli import at_least
+from common.cli import at_least, between
 from common.data import ResumableSampler, load_sequences
+from common.errors import RunError
 from common.gradients import clip_grad_norm
+from common.inputs import models
+from common.ranks import check_arguments
 from common.timers import PhaseTimers, find_straggler, flops_per_token
 from common.tracker import Tracker, make_run_dir
 
@@ -61,13 +64,13 @@ def get_args() -> argparse.Namespace:
     add("-b", "--batch-size", default=8, type=at_least(1), help="limit per device and micro-batch")
     add("--global-batch-size", default=24, type=at_least(1), help="sequences per step, all devices")
     add("--lr", type=at_least(0.0), help="peak (default: 1 / model width, or 5e-5 if pretrained)")
-    add("--beta1", default=0.8, type=at_least(0.0, 0.999), help="decay of AdamW's mean gradient")
+    add("--beta1", default=0.8, type=between(0.0, 0.999), help="decay of AdamW's mean gradient")
     add("--warmup-steps", type=at_least(0), help="steps (default: a quarter of all, <= 100)")
     add("--weight-decay", default=0.1, type=at_least(0.0), help="AdamW's weight decay")
     add(
         "--max-grad-norm",
         default=1.0,
-        type=at_least(1e-6, math.inf),
+        type=between(1e-6, math.inf),
         help="clip above this; inf: never",
     )
     add("--num-epochs", default=0.6, type=at_least(1e-6), help="passes over the data")
@@ -103,7 +106,7 @@ def main() -> None:
     # "high" lets GPUs multiply float32 matrices in TF32: its range, but about 3 decimal digits.
     has_bf16 = device.type == "cpu" or torch.cuda.is_bf16_supported(including_emulation=False)
     if args.precision == "bf16" and not has_bf16:
-        raise cli.RunError("This GPU does not have bfloat16: give --precision fp32.")
+        raise RunError("This GPU does not have bfloat16: give --precision fp32.")
     exact = device.type == "cpu" or args.precision == "fp32"
     torch.set_float32_matmul_precision("highest" if exact else "high")
     cli.start_log(args, device)
@@ -117,7 +120,7 @@ def main() -> None:
         timeout=datetime.timedelta(seconds=args.dist_timeout),
         device_id=device if device.type == "cuda" else None,  # NCCL connects now, not later
     )
-    launch.check_arguments(args)  # each node has its own command line: fail if they differ
+    check_arguments(args)  # each node has its own command line: fail if they differ
 
     # --- model ---
     tokenizer = models.load_tokenizer(args.tokenizer_name or args.model_name)
@@ -138,7 +141,7 @@ def main() -> None:
     # In transformers' causal models, the first ModuleList has the layers.
     layers = next((m for m in model.modules() if isinstance(m, torch.nn.ModuleList)), None)
     if layers is None:
-        raise cli.RunError(f"{args.model_name} has no list of layers to shard: give another -m.")
+        raise RunError(f"{args.model_name} has no list of layers to shard: give another -m.")
     if args.activation_checkpointing:  # a layer's backward pass repeats its forward pass
         for layer in layers:
             layer.forward = partial(recompute, layer.forward, use_reentrant=False)
@@ -184,7 +187,7 @@ def main() -> None:
     share, rest = divmod(args.global_batch_size, world_size)
     if rest or args.global_batch_size > len(train_data):
         fits = world_size * max(1, min(share, len(train_data) // world_size))
-        raise cli.RunError(
+        raise RunError(
             f"--global-batch-size {args.global_batch_size} must be a multiple of {world_size} (the "
             f"devices), at most {len(train_data)} (the training sequences), for example {fits}."
         )
@@ -250,7 +253,7 @@ def main() -> None:
     torch.manual_seed(args.seed + rank)  # for dropout
     # Saved with the weights, the optimizer and the schedule: all that the next step depends on.
     state = {"step": 0}
-    # What must not change when a run resumes, for example --lr. The batch per device may change.
+    # What must not change when a run resumes. By now, args has all values that the training uses.
     settings = fixed_settings(
         args=args,
         model=model,
@@ -337,7 +340,7 @@ def main() -> None:
             dist.all_reduce(running_loss)  # the sum of the ranks' parts
             # A run that has diverged stops here, before it replaces a checkpoint.
             if not (running_loss + grad_norm).isfinite():
-                raise cli.RunError(
+                raise RunError(
                     f"The training has diverged: at step {state['step']} the loss or the gradient "
                     f"norm is not finite. The run can be resumed from step {checkpoints.step}, but "
                     "would diverge again: start a new one with a smaller --lr."

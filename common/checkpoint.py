@@ -36,9 +36,9 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 from transformers import PretrainedConfig
 
-from common import launch, old_flags, storage, variants
-from common.cli import RunError
+from common import old_flags, ranks, storage, variants
 from common.data import Sequences
+from common.errors import RunError
 
 try:
     from torch.distributed.checkpoint import FsspecReader, FsspecWriter
@@ -61,15 +61,18 @@ MAY_CHANGE = (
     *("batch_size", "dist_timeout", "compile", "activation_checkpointing"),
 )
 NOT_COMPARED = ("sources", "of_variant")
-# Settings that are not arguments, and what they depend on.
-ORIGINS = {
-    "param_dtype": " (see the variants bfloat16-weights and pure-bfloat16)",
-    "model": " (see --model-name and --tokenizer-name)",
-    "dataset_checksum": " (see --dataset-name)",
-    "total_steps": " (see --max-steps and --num-epochs)",
+# Settings that are not arguments, and where their values come from.
+HINTS = {
+    "param_dtype": "the variants bfloat16-weights and pure-bfloat16",
+    "dataset_checksum": "--dataset-name",
+    "total_steps": "--max-steps and --num-epochs",
 }
-# Not compared: entries of a model's configuration that say nothing about what it computes.
-NAMES = ("_name_or_path", "transformers_version", "architectures", "dtype", "use_cache")
+OF_MODEL = "model "  # begins the names of settings from the model's configuration
+HINT_OF_MODEL = "--model-name and --tokenizer-name"
+# Entries of a model's configuration that say nothing about what it computes.
+NOT_ABOUT_COMPUTATION = (
+    *("_name_or_path", "transformers_version", "architectures", "dtype", "use_cache"),
+)
 SEEN_WITHIN_S = 10.0  # a network file system shows a new file to other nodes after some seconds
 
 
@@ -82,6 +85,8 @@ def fixed_settings(
 ) -> dict[str, object]:
     """Return, as JSON values, everything that must not change when a run is resumed.
 
+    args: as they are when the training starts. So a script calls this after it has replaced what
+    the command line left open, such as --lr, --warmup-steps and --seq-length.
     model: without a wrapper such as DDP; it is described by its configuration. A data set is
     identified by a checksum of its tokens. "sources" has the names of data set, model and
     tokenizer, which may change; local paths are absolute.
@@ -114,7 +119,11 @@ def fixed_settings(
 
 def describe(config: PretrainedConfig) -> dict[str, object]:
     """Return, as JSON values, what a model's configuration says about what it computes."""
-    facts = {f"model {key}": x for key, x in config.to_dict().items() if key not in NAMES}
+    facts = {
+        OF_MODEL + key: value
+        for key, value in config.to_dict().items()
+        if key not in NOT_ABOUT_COMPUTATION
+    }
     return json.loads(json.dumps(facts, default=str))
 
 
@@ -134,9 +143,10 @@ def difference(saved: dict, given: dict) -> str | None:
                 return f"{name} {before}, not {now} (see {see})"
     for name, value in given.items():
         if name not in NOT_COMPARED and saved.get(name, value) != value:
-            kind = name.split()[0]
-            setting = name if kind in ORIGINS else f"--{name.replace('_', '-')}"
-            return f"{setting} {saved[name]}, not {value}{ORIGINS.get(kind, '')}"
+            hint = HINT_OF_MODEL if name.startswith(OF_MODEL) else HINTS.get(name)
+            if hint:
+                return f"{name} {saved[name]}, not {value} (see {hint})"
+            return f"--{name.replace('_', '-')} {saved[name]}, not {value}"
     return None
 
 
@@ -166,7 +176,7 @@ class Checkpoints:
         """
         content = collect_content(model, optimizer, lr_scheduler, state)
         folder = self.folder / f"step-{state['step']:08d}"
-        on_rank_0(self._prepare, folder)
+        use_on_rank_0(self._prepare, folder)
         self._write(content, folder)
 
     def _write(self, content: dict, folder: Path) -> None:
@@ -182,10 +192,11 @@ class Checkpoints:
         the checkpoint cannot be read, is of another model, or is not where the run has saved it.
         """
         fixed = {name: value for name, value in self.settings.items() if name != "sources"}
-        launch.check_agreement(fixed, "give all nodes the same arguments, data and Python")
+        ranks.check_agreement(fixed, "give all nodes the same arguments, data and Python")
         # Only rank 0 looks: other nodes see a new folder after some seconds.
-        newest = on_rank_0(self._find_newest, self.folder)
+        newest = use_on_rank_0(self._find_newest, self.folder)
         if newest is None:
+            logger.info(f"to resume this run, give -e {self.run_dir.name}")
             return False
         path, saved = newest
         if (other := difference(saved, self.settings)) is not None:
@@ -206,7 +217,7 @@ class Checkpoints:
         )
         lr_scheduler.load_state_dict(content["lr_scheduler"])
         state.update(content["state"])
-        rank, _ = launch.rank_and_world_size()
+        rank, _ = ranks.rank_and_world_size()
         rng = content.get(f"rng-{rank}", {})
         if "torch" in rng:
             torch.set_rng_state(rng["torch"])
@@ -252,7 +263,7 @@ class Checkpoints:
         except (Exception, CheckpointException) as error:  # the second is a BaseException
             raise cannot_use(folder, error) from error
         self.step = int(folder.name[5:])
-        on_rank_0(self._commit, folder)
+        use_on_rank_0(self._commit, folder)
 
     def _commit(self, folder: Path) -> None:
         """Note the newest checkpoint, which job scripts read, then delete the oldest ones."""
@@ -275,7 +286,7 @@ def collect_content(
     model: nn.Module, optimizer: Optimizer, lr_scheduler: LRScheduler, state: dict
 ) -> dict:
     """Return what a checkpoint contains, by name; all ranks must call this."""
-    rank, _ = launch.rank_and_world_size()
+    rank, _ = ranks.rank_and_world_size()
     # The names are those of the bare model, whatever wraps it, and sharded tensors stay sharded.
     model_state, optimizer_state = get_state_dict(model, optimizer)
     rng = {"torch": torch.get_rng_state()}
@@ -358,34 +369,34 @@ def check_that_all_see(folder: Path) -> None:
         mark.write_bytes(b"")
         return mark
 
-    mark = on_rank_0(write_mark, folder)
+    mark = use_on_rank_0(write_mark, folder)
     deadline = time.monotonic() + SEEN_WITHIN_S
     while not (seen := storage.exists(mark)) and time.monotonic() < deadline:
         time.sleep(0.1)
-    rank, _ = launch.rank_and_world_size()
-    not_seen = launch.gather({} if seen else {rank: socket.gethostname()})
+    rank, _ = ranks.rank_and_world_size()
+    hosts_by_rank = ranks.gather({} if seen else {rank: socket.gethostname()})  # who do not see it
     if rank == 0:
         mark.unlink()
-    for other, host in not_seen.items():
+    if hosts_by_rank:
+        first = min(hosts_by_rank)
         raise RunError(
-            f"Rank {other} on {host} does not see {folder.absolute()} of rank 0: give a --save-dir "
-            "or a --checkpoint-dir that all nodes share."
+            f"Rank {first} on {hosts_by_rank[first]} does not see {folder.absolute()} of rank 0: "
+            "give a --save-dir or a --checkpoint-dir that all nodes share."
         )
 
 
-def on_rank_0(action: Callable, folder: Path) -> object:
+def use_on_rank_0(action: Callable, folder: Path) -> object:
     """Return action(folder) of rank 0. If it fails there, raise RunError on all ranks."""
-    rank, _ = launch.rank_and_world_size()
-    result = None
-    if rank == 0:
+
+    def use() -> object:
         try:
-            result = action(folder)
+            return action(folder)
+        except RunError:
+            raise
         except Exception as error:
-            result = error if isinstance(error, RunError) else cannot_use(folder, error)
-    result = launch.gather({rank: result})[0]
-    if isinstance(result, RunError):
-        raise result
-    return result
+            raise cannot_use(folder, error) from error
+
+    return ranks.on_rank_0(use)
 
 
 def cannot_use(folder: Path, error: BaseException) -> RunError:

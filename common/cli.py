@@ -1,4 +1,4 @@
-"""The command line: arguments, errors in one sentence, the log and progress bars."""
+"""The command line: arguments, the log and progress bars."""
 
 import argparse
 import importlib.metadata
@@ -6,11 +6,9 @@ import logging
 import math
 import os
 import platform
-import re
 import shlex
 import socket
 import sys
-import time
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import IO, NoReturn
@@ -19,21 +17,18 @@ import torch
 import tqdm
 
 from common import old_flags, variants
-
-HEAD_START_S = 5.0  # how long other ranks let rank 0 report an error before they exit
+from common.ranks import is_rank_0, wait_for_rank_0
 
 # Only these variables are logged, because an environment also contains tokens and passwords.
-LOGGED_ENVIRONMENT = re.compile(
-    r"CUDA_VISIBLE_DEVICES|HF_HOME|HF_HUB_OFFLINE|OMP_NUM_THREADS|PYTORCH_(CUDA_)?ALLOC_CONF"
-    r"|MASTER_(ADDR|PORT)|((LOCAL_|GROUP_)?RANK|(LOCAL_|GROUP_)?WORLD_SIZE)"
-    r"|SLURM_(JOB_ID|NNODES|PROCID|RESTART_COUNT)|SLURMD_NODENAME|WANDB_MODE"
-    r"|TORCHELASTIC_(RESTART_COUNT|MAX_RESTARTS)|TORCH_(DISABLE_SHARE_RDZV_TCP_STORE"
-    r"|DISTRIBUTED_DEBUG)|(GLOO|NCCL)_SOCKET_IFNAME|NCCL_(DEBUG|IB_DISABLE|IB_HCA|P2P_DISABLE)"
+LOGGED_ENVIRONMENT = (
+    *("RANK", "LOCAL_RANK", "GROUP_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_WORLD_SIZE"),
+    *("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RESTART_COUNT", "TORCHELASTIC_MAX_RESTARTS"),
+    *("SLURM_JOB_ID", "SLURM_NNODES", "SLURM_PROCID", "SLURM_RESTART_COUNT", "SLURMD_NODENAME"),
+    *("CUDA_VISIBLE_DEVICES", "PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF", "OMP_NUM_THREADS"),
+    *("TORCH_DISTRIBUTED_DEBUG", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", "GLOO_SOCKET_IFNAME"),
+    *("NCCL_SOCKET_IFNAME", "NCCL_DEBUG", "NCCL_IB_DISABLE", "NCCL_IB_HCA", "NCCL_P2P_DISABLE"),
+    *("HF_HOME", "HF_HUB_OFFLINE", "WANDB_MODE"),
 )
-
-
-class RunError(Exception):
-    """A run cannot start or go on; one sentence says why and what to do, instead of a traceback."""
 
 
 class ArgumentParser(argparse.ArgumentParser):
@@ -115,34 +110,25 @@ class _HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
         return action.help if action.default is None else super()._get_help_string(action)
 
 
-def at_least(low: int | float, most: int | float = 2**31) -> Callable[[str], int | float]:
-    """Return an argparse type: a number of the type of `low`, from `low` to `most`."""
-    kind = "whole number" if isinstance(low, int) else "number"
+def between(low: int | float, high: int | float) -> Callable[[str], int | float]:
+    """Return an argparse type: a number of the type of `low`, from `low` to `high`."""
+    type_name = "whole number" if isinstance(low, int) else "number"
 
     def convert(text: str) -> int | float:
         try:
             value = type(low)(text)
         except ValueError:
             value = math.nan
-        if not low <= value <= most:
-            raise argparse.ArgumentTypeError(f"{text!r} is not a {kind} from {low} to {most}")
+        if not low <= value <= high:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a {type_name} from {low} to {high}")
         return value
 
     return convert
 
 
-def wait_for_rank_0(status: int) -> None:
-    """Wait before a rank other than 0 exits with an error, so that rank 0 can report it.
-
-    A launcher reports the rank that exits first, and then kills the others.
-    """
-    if status and not is_rank_0():
-        time.sleep(HEAD_START_S)
-
-
-def is_rank_0() -> bool:
-    """Return whether this process speaks for all; RANK alone may be left over in a shell."""
-    return os.environ.get("WORLD_SIZE", "1") == "1" or os.environ.get("RANK", "0") == "0"
+def at_least(low: int | float) -> Callable[[str], int | float]:
+    """Return an argparse type: a number of the type of `low`, from `low` to 2^31."""
+    return between(low, 2**31)
 
 
 # --- the log ---
@@ -176,7 +162,7 @@ def start_log(args: argparse.Namespace, device: torch.device) -> None:
     for warning in about_variant[1:]:
         logging.warning(warning)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
-    environment = {k: v for k, v in sorted(os.environ.items()) if LOGGED_ENVIRONMENT.fullmatch(k)}
+    environment = {k: v for k, v in sorted(os.environ.items()) if k in LOGGED_ENVIRONMENT}
     logging.info(
         f"arguments: {vars(args)}\n"
         f"versions: python {platform.python_version()}, torch {torch.__version__}, "

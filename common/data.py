@@ -16,18 +16,22 @@ from tokenizers import Tokenizer
 from torch.utils.data import Dataset, DistributedSampler
 from transformers import PreTrainedTokenizerBase
 
-from common.cli import RunError
-from common.documents import Text, find_documents
-from common.models import vocabulary_size
-from common.shards import Tokens, find_shards, open_shards
+from common.errors import RunError
+from common.inputs.documents import Text, find_documents
+from common.inputs.models import vocabulary_size
+from common.inputs.token_files import Tokens, find_token_files, open_token_files
 from common.storage import cached_folder
 
 logger = logging.getLogger(__name__)
 
 IGNORED = -100  # the losses of transformers leave out this label
+PADDING = -1  # instead of the number of a sequence
+SPLITS = ("train", "evaluation")
 CACHE_VERSION = 8  # raise it when the same input gives other tokens
-BATCH = 2**22  # characters that the tokenizer gets at once; it needs about 100 bytes for each token
-BATCHES = 4  # at the same time: at the end of one, it has no work for some of its threads
+CHUNK_CHARACTERS = 2**22  # that the tokenizer gets at once; it needs about 100 bytes for each token
+# So many chunks are tokenized at the same time: when one is nearly done, only a few of the
+# tokenizer's threads still have work, and those of another chunk use the other cores.
+CHUNKS_AT_ONCE = 4
 
 
 def load_sequences(
@@ -38,13 +42,13 @@ def load_sequences(
     The documents are tokenized and concatenated in order, with the end-of-text token after each
     document, and cut into sequences of args.seq_length tokens; a shorter rest is dropped. The
     tokens are cached below HF_HOME, once for all sequence lengths. A folder of ready-made tokens is
-    used as it is (see shards.py).
+    used as it is (see inputs/token_files.py).
 
     Raises RunError for an unknown data set or column, or a corpus shorter than one sequence.
     """
-    files = find_shards(args.dataset_name)
-    parts = open_shards(files, tokenizer) if files else tokenize(args, tokenizer)
-    train, evaluation = (Sequences(tokens, args.seq_length) for tokens in parts)
+    files = find_token_files(args.dataset_name)
+    splits = open_token_files(files, tokenizer) if files else tokenize(args, tokenizer)
+    train, evaluation = (Sequences(tokens, args.seq_length) for tokens in splits)
     for part, sequences in (("training", train), ("evaluation", evaluation)):
         if not len(sequences):
             raise RunError(
@@ -60,10 +64,7 @@ def load_sequences(
 def tokenize(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> list[Tokens]:
     """Return the tokens for training and for evaluation. They are made once, below HF_HOME."""
     documents = find_documents(args.dataset_name, args.dataset_subset, args.text_column)
-    # Everything that determines how the tokenizer splits a text.
-    rules = repr((type(tokenizer).__name__, sorted(tokenizer.get_vocab().items())))
-    if tokenizer.is_fast:
-        rules = tokenizer.backend_tokenizer.to_str()
+    rules = tokenizer.backend_tokenizer.to_str()  # all that determines how it splits a text
     key = (CACHE_VERSION, documents.key, tokenizer.eos_token_id, rules)
 
     def fill(folder: Path) -> None:
@@ -72,32 +73,45 @@ def tokenize(args: argparse.Namespace, tokenizer: PreTrainedTokenizerBase) -> li
         logger.info("tokenized %s in %.1f s", args.dataset_name, time.perf_counter() - start)
 
     folder = cached_folder("tokens", key, fill)
-    parts = []
+    splits = []
     for split, facts in json.loads((folder / "facts.json").read_text()).items():
         file = folder / f"{split}.bin"
         streams = [np.memmap(file, facts["dtype"], "r")] if file.stat().st_size else []
-        parts.append(Tokens(streams, facts["digest"], facts["tokens_per_byte"]))
-    return parts
+        splits.append(Tokens(streams, facts["digest"], facts["tokens_per_byte"]))
+    return splits
 
 
 def write_tokens(folder: Path, texts: Iterator[Text], tokenizer: PreTrainedTokenizerBase) -> None:
     """Write train.bin and evaluation.bin, and facts.json, which describes both."""
     dtype = np.dtype("uint16" if vocabulary_size(tokenizer) <= 2**16 else "uint32")
-    names = ("train", "evaluation")  # held_out is the index: False, True
-    files = [(folder / f"{name}.bin").open("wb") for name in names]
-    digests, n_tokens, n_bytes = [hashlib.sha256(), hashlib.sha256()], [0, 0], [0, 0]
+    train, evaluation = (_TokenWriter(folder / f"{name}.bin", dtype) for name in SPLITS)
     for (text, held_out, ends), ids in encode(texts, tokenizer):
         tokens = np.array([*ids, tokenizer.eos_token_id] if ends else ids, dtype)
-        files[held_out].write(tokens)
-        digests[held_out].update(tokens)
-        n_tokens[held_out] += len(tokens)
-        n_bytes[held_out] += len(text.encode(errors="surrogatepass"))
-    facts = {}
-    for name, file, digest, n, m in zip(names, files, digests, n_tokens, n_bytes, strict=True):
-        file.close()
-        facts[name] = {"dtype": dtype.name, "digest": digest.hexdigest()[:16]}
-        facts[name]["tokens_per_byte"] = n / max(1, m)
+        (evaluation if held_out else train).write(tokens, text)
+    facts = {"train": train.close(), "evaluation": evaluation.close()}
     (folder / "facts.json").write_text(json.dumps(facts))
+
+
+class _TokenWriter:
+    """Writes the tokens of one split to a file, and finds out what facts.json says about them."""
+
+    def __init__(self, path: Path, dtype: np.dtype) -> None:
+        self.file, self.dtype = path.open("wb"), dtype
+        self.digest, self.n_tokens, self.n_bytes = hashlib.sha256(), 0, 0
+
+    def write(self, tokens: np.ndarray, text: str) -> None:
+        self.file.write(tokens)
+        self.digest.update(tokens)
+        self.n_tokens += len(tokens)
+        self.n_bytes += len(text.encode(errors="surrogatepass"))
+
+    def close(self) -> dict[str, object]:
+        self.file.close()
+        return {
+            "dtype": self.dtype.name,
+            "digest": self.digest.hexdigest()[:16],
+            "tokens_per_byte": self.n_tokens / max(1, self.n_bytes),
+        }
 
 
 def encode(
@@ -105,46 +119,42 @@ def encode(
 ) -> Iterator[tuple[Text, list[int]]]:
     """Yield each text with its tokens, in order.
 
-    The tokenizer library uses all cores. Meanwhile, the caller writes the batch before.
+    The tokenizer library uses all cores. Meanwhile, the caller writes the chunk before.
     The name of a special token is text if a document contains it.
     """
-    if tokenizer.is_fast:
-        # A copy, because every call of the tokenizer itself sets these again.
-        backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
-        backend.no_truncation()
-        backend.no_padding()
-        backend.encode_special_tokens = True
+    # A copy, because every call of the tokenizer itself sets these again.
+    backend = Tokenizer.from_str(tokenizer.backend_tokenizer.to_str())
+    backend.no_truncation()
+    backend.no_padding()
+    backend.encode_special_tokens = True
 
-    def encode_batch(batch: list[Text]) -> list[list[int]]:
-        words = [text for text, _, _ in batch]
-        if tokenizer.is_fast:
-            encoded = backend.encode_batch_fast(words, add_special_tokens=False)
-            return [encoding.ids for encoding in encoded]
-        options = {"add_special_tokens": False, "split_special_tokens": True, "verbose": False}
-        return [tokenizer.encode(text, **options) for text in words]
+    def encode_chunk(chunk: list[Text]) -> list[list[int]]:
+        contents = [text for text, _, _ in chunk]
+        encoded = backend.encode_batch_fast(contents, add_special_tokens=False)
+        return [encoding.ids for encoding in encoded]
 
-    with ThreadPoolExecutor(BATCHES if tokenizer.is_fast else 1) as pool:
+    with ThreadPoolExecutor(CHUNKS_AT_ONCE) as pool:
         waiting = []
-        for batch in batches(texts):
-            waiting.append((batch, pool.submit(encode_batch, batch)))
-            if len(waiting) > BATCHES:
+        for chunk in in_chunks(texts):
+            waiting.append((chunk, pool.submit(encode_chunk, chunk)))
+            if len(waiting) > CHUNKS_AT_ONCE:
                 done, future = waiting.pop(0)
                 yield from zip(done, future.result(), strict=True)
         for done, future in waiting:
             yield from zip(done, future.result(), strict=True)
 
 
-def batches(texts: Iterator[Text]) -> Iterator[list[Text]]:
-    """Yield lists of texts with at least BATCH characters in all, but for the last list."""
-    batch, size = [], 0
+def in_chunks(texts: Iterator[Text]) -> Iterator[list[Text]]:
+    """Yield lists of texts, each with CHUNK_CHARACTERS or more in all, but for the last one."""
+    chunk, size = [], 0
     for text in texts:
-        batch.append(text)
+        chunk.append(text)
         size += len(text.text)
-        if size >= BATCH:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
+        if size >= CHUNK_CHARACTERS:
+            yield chunk
+            chunk, size = [], 0
+    if chunk:
+        yield chunk
 
 
 # --- tokens -> sequences ---
@@ -162,40 +172,44 @@ class Sequences(Dataset):
         self.streams, self.digest, self.tokens_per_byte = tokens
         self.seq_length = seq_length
         self.starts = np.cumsum([0, *(len(stream) // seq_length for stream in self.streams)])
-        self.rows: Sequence[int] = range(self.starts[-1])  # numbers of sequences, -1 for padding
+        # Which of the streams' sequences these are, in order; PADDING has no labels.
+        self.numbers: Sequence[int] = range(self.starts[-1])
 
     def sample(self, limit: int) -> "Sequences":
         """Return at most `limit` of the sequences, evenly spaced, always the same ones."""
-        count = min(limit, len(self.rows))
-        return self._with([self.rows[i * len(self.rows) // count] for i in range(count)])
+        count = min(limit, len(self))
+        return self._with([self.numbers[i * len(self) // count] for i in range(count)])
 
     def pad_to_multiple(self, multiple: int) -> "Sequences":
         """Append sequences without labels until the number of sequences divides by `multiple`."""
-        return self._with([*self.rows, *[-1] * (-len(self.rows) % multiple)])
+        return self._with([*self.numbers, *[PADDING] * (-len(self) % multiple)])
 
-    def _with(self, rows: list[int]) -> "Sequences":
+    def _with(self, numbers: list[int]) -> "Sequences":
         tokens = Tokens(self.streams, self.digest, self.tokens_per_byte)
         chosen = Sequences(tokens, self.seq_length)
-        chosen.rows = rows
+        chosen.numbers = numbers
         return chosen
 
     def __len__(self) -> int:
-        return len(self.rows)
+        return len(self.numbers)
 
     def __getitem__(self, index: int) -> dict[str, torch.Tensor]:
         return self.__getitems__([index])[0]
 
     def __getitems__(self, indices: Sequence[int]) -> list[dict[str, torch.Tensor]]:
-        """Return the items of a batch, which DataLoader asks for at once: views of one tensor."""
-        rows = np.array([self.rows[index] for index in indices])
-        parts = np.searchsorted(self.starts, rows, side="right") - 1
-        input_ids = np.zeros((len(rows), self.seq_length), np.int64)
-        for place, (row, part) in enumerate(zip(rows, parts, strict=True)):
-            if row >= 0:
-                begin = (row - self.starts[part]) * self.seq_length
-                input_ids[place] = self.streams[part][begin : begin + self.seq_length]
+        """Return the items of a batch: views of one tensor, which takes half the time of copies.
+
+        DataLoader calls this for each batch.
+        """
+        numbers = np.array([self.numbers[index] for index in indices])
+        stream_of = np.searchsorted(self.starts, numbers, side="right") - 1
+        input_ids = np.zeros((len(numbers), self.seq_length), np.int64)
+        for place, (number, stream) in enumerate(zip(numbers, stream_of, strict=True)):
+            if number != PADDING:
+                begin = (number - self.starts[stream]) * self.seq_length
+                input_ids[place] = self.streams[stream][begin : begin + self.seq_length]
         input_ids = torch.from_numpy(input_ids)
-        is_padding = torch.from_numpy(rows < 0)[:, None]
+        is_padding = torch.from_numpy(numbers == PADDING)[:, None]
         labels = torch.where(is_padding, IGNORED, input_ids) if is_padding.any() else input_ids
         return [{"input_ids": x, "labels": y} for x, y in zip(input_ids, labels, strict=True)]
 

@@ -20,6 +20,7 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> torch.Tensor:
     for gradient in gradients:
         shard = gradient.to_local() if isinstance(gradient, DTensor) else gradient
         shards[_copies(gradient)].append(shard)
+    # The sum over all ranks counts a shard as often as it is held, so each holder gives its share.
     square = sum(_norm(group).double().square() / copies for copies, group in shards.items())
     if isinstance(gradients[0], DTensor):
         dist.all_reduce(square)
@@ -30,6 +31,9 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> torch.Tensor:
 
 def _norm(tensors: list[torch.Tensor]) -> torch.Tensor:
     """Return the norm of all elements, accurate to 1e-7 for any sharding that keeps rows whole."""
+    # CUDA's kernels add in a tree, so their float32 sums are accurate, and one call does all. A
+    # CPU's are not, and sums of bfloat16 numbers are rounded to bfloat16: so first each row in
+    # float32, then the rows in float64.
     if tensors[0].is_cuda and tensors[0].dtype == torch.float32:
         return nn.utils.get_total_norm(tensors)
     rows = [torch.linalg.vector_norm(t, dim=-1, dtype=torch.float32).reshape(-1) for t in tensors]

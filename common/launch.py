@@ -1,12 +1,10 @@
-"""How a process of a run starts, finds its rank, agrees with the other ranks, and ends."""
+"""How a process of a run starts under torchrun, srun or Open MPI, and how it ends."""
 
-import argparse
 import atexit
 import ctypes
 import os
 import re
 import signal
-import socket
 import sys
 import threading
 import traceback
@@ -17,8 +15,9 @@ from typing import NoReturn
 import torch
 import torch.distributed as dist
 
-from common.cli import RunError, is_rank_0, wait_for_rank_0
-from common.storage import DISK_ERRORS
+from common import ranks
+from common.errors import DISK_ERRORS, RunError
+from common.ranks import is_rank_0
 
 # The variables that tell a process its rank, by launcher. The innermost launcher wins: srun or
 # mpirun may have started torchrun.
@@ -34,8 +33,6 @@ SINGLE_PROCESS = dict(zip(RANK_VARIABLES, ("0", "1", "0", "localhost", "0"), str
 # Files of this repository, but not of a virtual environment in it; Debian has dist-packages.
 OWN_FILES = re.compile(rf"{re.escape(str(Path(__file__).parents[1]))}/(?!.*-packages/)")
 RESUMES = "To resume the run, give the same command again, with the run's name after -e."
-# Arguments that may be another path on each node.
-PATHS = ("save_dir", "checkpoint_dir", "dataset_name", "model_name", "tokenizer_name")
 REQUEUE_STATUS = 75  # EX_TEMPFAIL in sysexits.h: try again later
 PR_SET_PDEATHSIG = 1  # https://man7.org/linux/man-pages/man2/PR_SET_PDEATHSIG.2const.html
 
@@ -66,7 +63,9 @@ def prepare_environment() -> None:
     present = [name for name in RANK_VARIABLES if name in os.environ]
     # srun and mpirun set no address, and a single process needs none.
     if not present or os.environ.get("WORLD_SIZE") == "1":
-        os.environ |= {**SINGLE_PROCESS, **os.environ, "RANK": "0", "LOCAL_RANK": "0"}
+        for name, value in SINGLE_PROCESS.items():
+            os.environ.setdefault(name, value)
+        os.environ["RANK"] = os.environ["LOCAL_RANK"] = "0"  # others may be left over in a shell
     if missing := [name for name in RANK_VARIABLES if name not in os.environ]:
         raise RunError(f"{present[0]} is set but {missing[0]} is not: use torchrun, or set both.")
     if torch.cuda.device_count():
@@ -94,55 +93,6 @@ def end_with_parent() -> None:
     """On Linux: let this process be killed when the process that started it ends."""
     if sys.platform == "linux":
         ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
-# --- ranks ---
-
-# DDP must not free the process group when main() returns. It would wait for gloo's threads with
-# Python's global lock held, and they may wait for the lock: the process would not end.
-_kept_groups: list[dist.ProcessGroup] = []
-
-
-def rank_and_world_size() -> tuple[int, int]:
-    """Return this process's rank and the number of ranks: 0 and 1 without a process group."""
-    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-
-
-def gather(part: dict) -> dict:
-    """Return the union of all ranks' dictionaries, in the order of ranks; all must call this."""
-    if not dist.is_initialized():
-        return part
-    parts = [None] * dist.get_world_size()
-    dist.all_gather_object(parts, part)
-    return {key: value for each in parts for key, value in sorted(each.items())}
-
-
-def check_agreement(facts: dict[str, object], remedy: str) -> None:
-    """Raise RunError if a value differs from the one of rank 0; all ranks must call this.
-
-    Each script that makes a process group calls this; so it also keeps the group.
-    """
-    if dist.is_initialized():
-        _kept_groups.append(dist.group.WORLD)
-    rank, _ = rank_and_world_size()
-    by_rank = gather({rank: (facts, socket.gethostname())})
-    expected, host_0 = by_rank[0]
-    for other, (found, host) in by_rank.items():
-        for name, value in expected.items():
-            if found.get(name) != value:
-                raise RunError(
-                    f"Rank {other} on {host} has {name} {found.get(name)}, rank 0 on {host_0} has "
-                    f"{value}: {remedy}."
-                )
-
-
-def check_arguments(args: argparse.Namespace) -> None:
-    """Raise RunError on all ranks if they have different arguments; all ranks must call this.
-
-    With other arguments, a rank could call other collectives. Paths may differ between nodes.
-    """
-    given = {name: value for name, value in vars(args).items() if name not in PATHS}
-    check_agreement(given, "give all nodes the same arguments")
 
 
 # --- the end of a process ---
@@ -181,7 +131,7 @@ def _end_with(error: Exception) -> NoReturn:
     if not is_rank_0():
         # When rank 0 has exited, the launcher sends SIGTERM. Then this rank has nothing to add.
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        wait_for_rank_0(status)
+        ranks.wait_for_rank_0(status)
         place = f"[rank {os.environ['RANK']}]"
         sentence = "\n".join(f"{place} {line}" for line in sentence.splitlines())
     print(sentence, file=sys.stderr, flush=True)
@@ -206,12 +156,13 @@ def _explain(error: Exception) -> tuple[str | None, int]:
     unreachable = isinstance(error, dist.DistNetworkError | dist.DistStoreError)
     if unreachable or (isinstance(error, RuntimeError) and "/gloo/" in text):
         frames = traceback.extract_tb(error.__traceback__)
+        last_own_frame = frames[0]
+        for frame in frames:
+            if OWN_FILES.match(frame.filename):
+                last_own_frame = frame
+        place = f"{last_own_frame.filename}, line {last_own_frame.lineno}: {last_own_frame.line}"
         reason = re.sub(r"^\[.*?\] |\. This is typically .*", "", text.splitlines()[0])
-        own = [frames[0], *(frame for frame in frames if OWN_FILES.match(frame.filename))][-1]
-        return (
-            f"{own.filename}, line {own.lineno}: {own.line}\n"
-            f"The other ranks are gone or out of reach ({reason}). {RESUMES}"
-        ), 1
+        return (f"{place}\nThe other ranks are gone or out of reach ({reason}). {RESUMES}"), 1
     return None, 1
 
 
@@ -223,12 +174,18 @@ def _exit(status: int) -> NoReturn:
     process ("terminate called without an active exception"), see
     https://github.com/pytorch/pytorch/issues/190489. Without destroy_process_group(), the shutdown
     can also hang.
+
+    Two things of the shutdown are still needed, and Python has no public names for them. It waits
+    for threads: without that, a save that is not awaited would be cut off. And it calls the
+    functions registered with atexit: without that, wandb would not send the last metrics, and data
+    workers would be left behind.
     """
-    if os.environ.get("WORLD_SIZE", "1") == "1" and not _kept_groups:  # which may be no number
+    is_single = os.environ.get("WORLD_SIZE", "1") == "1"  # a text, which may be no number
+    if is_single and not ranks.kept_groups:
         sys.exit(status)
-    if not dist.is_initialized():
-        threading._shutdown()  # waits for Python's threads, as sys.exit() does
-    atexit._run_exitfuncs()  # includes the one of wandb
+    if not dist.is_initialized():  # else a thread may wait for a rank that is gone
+        threading._shutdown()
+    atexit._run_exitfuncs()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(status)

@@ -3,7 +3,6 @@
 An address becomes a UPath. It has the methods of Path, so most code works for both.
 """
 
-import errno
 import hashlib
 import logging
 import os
@@ -14,9 +13,7 @@ from pathlib import Path, PurePath
 from filelock import FileLock
 from huggingface_hub import constants
 
-from common.cli import RunError
-
-DISK_ERRORS = (errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EFBIG)
+from common.errors import RunError, disk_error
 
 
 def is_remote(path: object) -> bool:
@@ -76,35 +73,30 @@ def fetch(address: str) -> Path:
     """
     path = as_path(address)
     root = path.path.rstrip("/")
-    try:
-        found = path.fs.find(root, detail=True)
-    except Exception as error:  # each client has its own; also if there is not even a bucket
-        raise _unreadable(address, error) from error
-    if not found:
-        raise RunError(f"There is no data set at '{address}': check the address.")
 
     def fill(folder: Path) -> None:
-        try:
-            path.fs.get(root, f"{folder}/", recursive=True)
-        except Exception as error:
-            raise _unreadable(address, error) from error
+        path.fs.get(root, f"{folder}/", recursive=True)
 
-    key = address, sorted(found.items())  # with all that the store says of a file
-    return cached_folder("remote-data", key, fill) / PurePath(root).name
+    try:
+        found = path.fs.find(root, detail=True)
+        if not found:
+            raise RunError(f"There is no data set at '{address}': check the address.")
+        key = address, sorted(found.items())  # with all that the store says of a file
+        return cached_folder("remote-data", key, fill) / PurePath(root).name
+    except RunError:
+        raise
+    except Exception as error:  # each client has its own; also if there is not even a bucket
+        raise RunError(f"'{address}' cannot be read ({error}): check the address.") from error
 
 
-def _unreadable(address: str, error: Exception) -> RunError:
-    return RunError(f"'{address}' cannot be read ({error}): check the address.")
-
-
-def cached_folder(kind: str, key: object, fill: Callable[[Path], None]) -> Path:
-    """Return a folder below HF_HOME/<kind> that `fill` has filled once for this key.
+def cached_folder(parent: str, key: object, fill: Callable[[Path], None]) -> Path:
+    """Return a folder below HF_HOME/<parent> that `fill` has filled once for this key.
 
     Processes that need the same folder at the same time wait for the first one. The folder exists
     only if it is complete; the next `fill` overwrites what an unfinished one has left. Raises
     RunError if it cannot be written.
     """
-    cache = Path(constants.HF_HOME) / kind
+    cache = Path(constants.HF_HOME) / parent
     folder = cache / hashlib.sha256(repr(key).encode()).hexdigest()[:32]
     if folder.exists():  # also in a cache that can only be read
         return folder
@@ -124,10 +116,3 @@ def cached_folder(kind: str, key: object, fill: Callable[[Path], None]) -> Path:
             f"Cannot write to the cache {cache} ({cause or error}): set HF_HOME to another folder."
         ) from error
     return folder
-
-
-def disk_error(error: BaseException | None) -> BaseException | None:
-    """Return the disk's error that caused this one, or None: the datasets library wraps it."""
-    while error is not None and getattr(error, "errno", None) not in DISK_ERRORS:
-        error = error.__cause__
-    return error

@@ -11,7 +11,7 @@ from contextlib import contextmanager
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
 
-from common.launch import gather, rank_and_world_size
+from common.ranks import gather, rank_and_world_size
 
 # Peak bf16 FLOP/s without sparsity, from the vendors' data sheets, which the product pages link:
 # https://www.nvidia.com/en-us/data-center/h200/ (H100, H200), /a100/, /l40s/, /l4/, /dgx-b200/ and
@@ -36,7 +36,9 @@ PEAK_FLOPS = {
     "AMD Instinct MI250X": 191.5e12,
 }
 OUTSIDE_THE_STEP = ("evaluate", "save")
-IN_ONE_STEP = ("wait",)  # only the logged step has it; of other phases, the mean is taken
+# Phases that only the logged step has. So their time is not divided by the steps since the last log
+# line, unlike that of the phases that each step has.
+ONLY_IN_THE_LOGGED_STEP = ("wait",)
 
 
 class PhaseTimers:
@@ -63,9 +65,9 @@ class PhaseTimers:
     ) -> dict[str, float | None]:
         """Return this rank's measurements of the steps since the last call; waits for the device.
 
-        "time/<phase>" and "time/total": ms per step. The total is wall-clock time, so it includes
-        what is in no phase. "time/wait" is the sum of one step, because only the step that is
-        logged has this phase.
+        "time/<phase>" and "time/total": ms per step, the mean over these steps. The total is
+        wall-clock time, so it includes what is in no phase. "time/wait" is not a mean: it is the
+        time of the logged step, the only one that has this phase.
         "tokens_per_s": of all devices together, and "tokens_per_s_per_device".
         "mfu": model FLOP/s as a share of the device's peak FLOP/s, or None if that is unknown.
         "peak_mem_gib": peak memory so far, of tensors on a GPU, or of the process on a CPU.
@@ -86,7 +88,7 @@ class PhaseTimers:
             "mfu": tokens_per_s / world_size * token_flops / peak if peak else None,
             "peak_mem_gib": peak_memory_gib(self.device),
             **{
-                f"time/{phase}": ms if phase in IN_ONE_STEP else ms / steps
+                f"time/{phase}": ms if phase in ONLY_IN_THE_LOGGED_STEP else ms / steps
                 for phase, ms in sums.items()
             },
             "time/total": total / steps,

@@ -14,8 +14,8 @@ from typing import IO
 
 from filelock import FileLock, Timeout
 
-from common.cli import RunError
-from common.launch import gather, rank_and_world_size
+from common.errors import RunError
+from common.ranks import on_rank_0, rank_and_world_size
 
 logger = logging.getLogger(__name__)
 
@@ -24,41 +24,48 @@ PROJECT = "one-diff-at-a-time"
 # one waits less than --dist-timeout (default: 600 s), for which the other ranks wait for it.
 LOST_NODE_S = 500.0
 LOCKS: dict[Path, FileLock] = {}  # held until the process ends
-# What the log shows of a step's metrics, and how.
-SHOWN = {
-    "loss": "loss {:.4f}",
-    "lr": "lr {:.2e}",
-    "grad_norm": "grad norm {:.2f}",
-    "loss_scale": "loss scale {:,.0f}",
-    "share_changed": "{:.1%} of the weights changed",
-    "tokens_per_s": "{:,.0f} tokens/s",
-    "mfu": "MFU {:.1%}",
-    "eval_loss": "eval loss {:.4f}",
-    "perplexity": "perplexity {:.2f}",
-    "bits_per_byte": "{:.3f} bits/byte",
-}
-WAIT = ("time/wait_max", "slowest_rank", "slowest_host")  # shown together
+# What the log shows of a step's metrics, if it has them.
+SHOWN = (
+    "loss {loss:.4f}",
+    "lr {lr:.2e}",
+    "grad norm {grad_norm:.2f}",
+    "loss scale {loss_scale:,.0f}",
+    "{share_changed:.1%} of the weights changed",
+    "{tokens_per_s:,.0f} tokens/s",
+    "MFU {mfu:.1%}",
+    "eval loss {eval_loss:.4f}",
+    "perplexity {perplexity:.2f}",
+    "{bits_per_byte:.3f} bits/byte",
+    "waited up to {time/wait_max:.1f} ms for rank {slowest_rank} on {slowest_host}",
+)
 
 
 def make_run_dir(args: argparse.Namespace) -> Path:
     """Make, lock and log the folder args.save_dir/args.experiment_name; all ranks must call this.
 
-    Without a name, rank 0 chooses one. Rank 0 holds the lock until its process ends. After a
-    restart it waits for the lock, at most LOST_NODE_S. Raises RunError if the name cannot be a
-    folder's, and on rank 0 if it cannot be written or another process is training in it.
+    Without a name, rank 0 chooses one. Raises RunError on all ranks if the name cannot be a
+    folder's, if the folder cannot be written, or if another process is training in it.
     """
-    rank, _ = rank_and_world_size()
     if "://" in args.save_dir:
         raise RunError("--save-dir is a local folder; --checkpoint-dir may be an address.")
     run_dir = Path(args.save_dir).expanduser() / _name_of(args)
+    on_rank_0(_lock, run_dir)
+    logger.info(f"the run's folder is {run_dir}")
+    return run_dir
+
+
+def _lock(run_dir: Path) -> None:
+    """Make and lock a run's folder. The lock is held until this process ends.
+
+    After a restart, wait for the lock, at most LOST_NODE_S.
+    """
     restarts = ("SLURM_RESTART_COUNT", "TORCHELASTIC_RESTART_COUNT")
     is_restart = any(int(os.environ.get(name) or 0) for name in restarts)
     try:
-        if rank == 0:
-            run_dir.mkdir(parents=True, exist_ok=True)
-            lock = LOCKS.setdefault(run_dir, FileLock(run_dir / ".lock"))
-            lock.acquire(timeout=LOST_NODE_S if is_restart else 0)
-            (run_dir / "requeue").unlink(missing_ok=True)  # from the previous start
+        run_dir.mkdir(parents=True, exist_ok=True)
+        lock = LOCKS.setdefault(run_dir, FileLock(run_dir / ".lock"))
+        lock.acquire(timeout=LOST_NODE_S if is_restart else 0)
+        (run_dir / "requeue").unlink(missing_ok=True)  # from the previous start
     except Timeout as error:
         raise RunError(
             f"Another process is training in {run_dir}: wait for it, or give another -e."
@@ -66,11 +73,6 @@ def make_run_dir(args: argparse.Namespace) -> Path:
     except (OSError, NotImplementedError) as error:  # a cluster's file system may not have locks
         reason = getattr(error, "strerror", None) or error
         raise RunError(f"Cannot write to {run_dir} ({reason}): give another --save-dir.") from error
-    saves = hasattr(args, "ckpt_freq")  # the classifier does not
-    is_new = saves and not (run_dir / "newest").exists()
-    hint = f"; to resume it, give -e {run_dir.name}" if is_new else ""
-    logger.info(f"the run's folder is {run_dir}{hint}")
-    return run_dir
 
 
 def _name_of(args: argparse.Namespace) -> str:
@@ -87,8 +89,7 @@ def _name_of(args: argparse.Namespace) -> str:
     model, dataset = Path(args.model_name).name, Path(args.dataset_name).stem
     # With the process id, runs that start in the same second have different folders.
     name = f"{model}-{dataset}-{time.strftime('%Y%m%d-%H%M%S')}-{os.getpid()}"
-    rank, _ = rank_and_world_size()
-    return gather({rank: re.sub(r"[^\w.-]+", "-", name)})[0]
+    return on_rank_0(re.sub, r"[^\w.-]+", "-", name)
 
 
 class Tracker:
@@ -117,10 +118,10 @@ class Tracker:
         Values that are not finite become null, because JSON cannot represent them.
         """
         given = {key: value for key, value in metrics.items() if value is not None}
-        shown = [text.format(given[key]) for key, text in SHOWN.items() if key in given]
-        if "slowest_rank" in given:
-            wait, rank, host = (given[key] for key in WAIT)
-            shown.append(f"waited up to {wait:.1f} ms for rank {rank} on {host}")
+        shown = []
+        for text in SHOWN:
+            with contextlib.suppress(KeyError):
+                shown.append(text.format_map(given))
         logger.info(" | ".join([f"step {metrics['step']}/{self._total_steps}", *shown]))
         metrics = {
             key: None if isinstance(value, float) and not math.isfinite(value) else value

@@ -43,7 +43,7 @@ from cluster import cluster  # noqa: F401
 from helpers import HIDES_GPUS, ROOT, listing, read_metrics, write_corpus
 from runner import load_script, stop_handlers_kept
 
-from common import launch
+from common import launch, ranks
 
 IS_WORKER = "PYTEST_XDIST_WORKER" in os.environ  # of pytest-xdist
 
@@ -122,7 +122,7 @@ def hide_gpus(request, monkeypatch):
 @pytest.fixture(autouse=True)
 def forget_the_process_group(monkeypatch):
     """A test may have had one in this process; launch.run() would then end the worker."""
-    monkeypatch.setattr(launch, "_kept_groups", [])
+    monkeypatch.setattr(ranks, "kept_groups", [])
 
 
 @pytest.fixture(scope="module")

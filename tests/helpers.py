@@ -28,7 +28,7 @@ from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from torch.distributed.tensor import DTensor
 from torch.optim.lr_scheduler import LambdaLR
 
-from common import checkpoint, cli, variants
+from common import checkpoint, ranks, variants
 
 ROOT = Path(__file__).parents[1]
 CHAPTERS = sorted(path.parent.name for path in ROOT.glob("[0-9][0-9]-*/train_llm.py"))
@@ -223,7 +223,7 @@ def unreadable(path: Path) -> Iterator[None]:
 
 def speak_at_once() -> None:
     """A rank that fails waits for rank 0 to speak first; these tests need not."""
-    cli.HEAD_START_S = 0.0
+    ranks.HEAD_START_S = 0.0
 
 
 # --- planted bugs ---
@@ -289,7 +289,7 @@ FSDP_OPTIONS: dict[str, tuple[tuple[str, ...], tuple[object, ...]]] = {
 
 def write_narrow(path: Path, preset: str, **changes: object) -> Path:
     """Write the configuration of a preset in width 32, with these changes."""
-    config = json.loads((ROOT / f"common/presets/{preset}/config.json").read_text())
+    config = json.loads((ROOT / f"common/inputs/presets/{preset}/config.json").read_text())
     llama = {"hidden_size": 32, "intermediate_size": 88, "head_dim": 16}
     config |= {"n_embd": 32} if "n_embd" in config else llama
     path.mkdir()

@@ -30,7 +30,7 @@ from nbclient import NotebookClient
 from nbformat import NotebookNode
 from traitlets.config import Config
 
-from common.documents import BUILT_IN, find_documents
+from common.inputs.documents import BUILT_IN, find_documents
 
 ROOT = Path(__file__).parents[1]
 LIMIT_S = 600  # a lab takes at most two minutes on two cores; tests run beside one another

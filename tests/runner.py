@@ -36,7 +36,7 @@ from torch.distributed import TCPStore
 from torch.distributed.checkpoint import filesystem
 from torch.optim.optimizer import register_optimizer_step_post_hook
 
-from common import checkpoint, cli, data, launch, storage
+from common import checkpoint, data, launch, ranks, storage
 
 ROOT = Path(__file__).parents[1]
 StoreFileSystem = type(checkpoint.FsspecReader("memory://").fs)
@@ -239,7 +239,7 @@ def _run_in_series(
         stack.enter_context(mock.patch.dict(os.environ, MASTER_PORT=str(port)))
         stack.enter_context(stop_handlers_kept())
         stack.enter_context(mock.patch.object(launch, "_exit", sys.exit))  # this process goes on
-        stack.enter_context(mock.patch.object(cli, "HEAD_START_S", 0.0))
+        stack.enter_context(mock.patch.object(ranks, "HEAD_START_S", 0.0))
         if samples_file:
             stack.enter_context(_note_samples(Path(samples_file)))
         if within:

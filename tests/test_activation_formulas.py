@@ -5,7 +5,7 @@ import re
 import pytest
 from helpers import ROOT
 
-from common.models import load_config
+from common.inputs.models import load_config
 
 from peak_memory import Options, count_activations
 

@@ -8,7 +8,7 @@ import torch
 from helpers import ROOT, first_then_nightly, register, run_ranks
 from transformers import AutoModelForCausalLM
 
-from common import models
+from common.inputs import models
 
 SCRIPT = ROOT / "02-ddp/allreduce_by_hand.py"
 COUNTERS = Path("/proc/self/io")  # Linux only

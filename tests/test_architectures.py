@@ -24,8 +24,8 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from common import models
-from common.cli import RunError
+from common.errors import RunError
+from common.inputs import models
 
 from peak_memory import Options, predict
 

@@ -15,8 +15,9 @@ from runner import finish, load_script, start
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification
 
-from common import launch, models, storage
-from common.cli import RunError
+from common import launch, storage
+from common.errors import RunError
+from common.inputs import models
 
 SCRIPT = "01-single-gpu/train_llm.py"
 SMALL = ["-s", 32, "--global-batch-size", 6, "--max-steps", 4, "--ckpt-freq", 2, "--log-freq", 1]
@@ -127,7 +128,7 @@ REFUSALS: list[tuple[Files, tuple[object, ...], str]] = [
     ({}, ("-m", "a/b/c"), "There is no model or tokenizer at 'a/b/c'"),
     ({"empty": {}}, ("-m", "{}/empty"), NO_TOKENIZER),
     ({}, ("--pretrained",), "preset gpt2-tiny has no weights: leave out --pretrained"),
-    ({}, ("-m", ROOT / "common/presets/gpt2-tiny"), NO_TOKENIZER),
+    ({}, ("-m", ROOT / "common/inputs/presets/gpt2-tiny"), NO_TOKENIZER),
     *(({"model/tokenizer.json": text}, MODEL, NO_TOKENIZER) for text in ("", DAMAGED_TOKENIZER)),
     (gpt2_with(n_layer="two"), MODEL, "no usable tokenizer (...'n_layer' expected int"),
     (gpt2_with(vocab_size=1000), MODEL, "The tokenizer has 4096 tokens and the model only 1000"),
@@ -192,7 +193,7 @@ def test_refused(refuse, folder, files, args, expected):
 def test_arguments(monkeypatch, capsys, args, message):
     """Rank 0 says it once, for all ranks, under srun too: they have not met yet."""
     monkeypatch.setattr(sys, "argv", ["train_llm.py", *args])
-    monkeypatch.setattr("common.cli.HEAD_START_S", 0.0)
+    monkeypatch.setattr("common.ranks.HEAD_START_S", 0.0)
     address = {"MASTER_ADDR": "localhost", "MASTER_PORT": "29500"}
     for rank in range(2):
         place = dict(zip(launch.SRUN, (str(rank), "2", str(rank)), strict=True))

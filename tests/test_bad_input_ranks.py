@@ -18,8 +18,9 @@ from runner import Ranks, Series, load_script
 from transformers import AutoConfig, AutoModelForCausalLM
 
 import fp8
-from common import cli, launch, models
-from common.cli import RunError
+from common import cli, launch
+from common.errors import RunError
+from common.inputs import models
 
 NODES, FSDP, PRECISION = "03-multi-node", "04-fsdp", "05-mixed-precision"
 SMALL = ("-s", 32, "--global-batch-size", 6, "--max-steps", 4, "--log-freq", 1, "--lr", 2e-3)

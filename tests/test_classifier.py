@@ -15,7 +15,7 @@ from helpers import ROOT, first_then_nightly, read_metrics, register, replace_in
 from runner import Ranks
 from transformers import pipeline
 
-from common.cli import RunError
+from common.errors import RunError
 
 from classification.batches import GroupedSampler
 from classification.examples import DEAL, PACKAGES, load_examples

@@ -18,12 +18,13 @@ from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import WhitespaceSplit
 from torch.utils.data import DataLoader, DistributedSampler
-from transformers import ByT5Tokenizer, PreTrainedTokenizerFast
+from transformers import AutoTokenizer, ByT5Tokenizer, PreTrainedTokenizerFast
 
-from common import data, documents, shards, storage
-from common.cli import RunError
+from common import data, storage
 from common.data import IGNORED, ResumableSampler, Sequences, load_sequences
-from common.models import load_tokenizer
+from common.errors import RunError
+from common.inputs import documents, token_files
+from common.inputs.models import load_tokenizer
 
 
 def draw_texts(count: int) -> list[str]:
@@ -99,7 +100,7 @@ def reference(tokenizer) -> list[list[int]]:
 
 def check_tokens(path: Path, reference: list, patch: pytest.MonkeyPatch) -> None:
     """Tokenize TEXTS in several batches."""
-    patch.setattr(data, "BATCH", 2000)
+    patch.setattr(data, "CHUNK_CHARACTERS", 2000)
     parts = load_sequences(arguments(path), load_tokenizer("gpt2-tiny"))
     for part, expected in zip(parts, reference, strict=True):
         assert np.array_equal(part.streams[0], expected), "the tokens differ"
@@ -120,19 +121,26 @@ def test_planted_batches_out_of_order_are_noticed(tmp_path, reference, monkeypat
 
 
 @pytest.mark.check
-def test_a_tokenizer_in_python_gives_the_tokens_of_the_text(tmp_path, monkeypatch):
-    """ByT5's tokens are the bytes plus 3. The name of its end-of-text token is text here, too."""
-    monkeypatch.setattr(data, "BATCH", 2000)
-    path = write_form(tmp_path, "folder")
-    (path / "000.txt").write_text("A text that contains </s>.")
-    tokenizer = ByT5Tokenizer()
-    assert not tokenizer.is_fast
-    train, evaluation = (part.streams[0] for part in load_sequences(arguments(path), tokenizer))
-    files = sorted(path.iterdir())
-    texts = [file.read_text(encoding="utf-8").encode() for file in files if file.stat().st_size]
-    expected = [[*(byte + 3 for byte in text), tokenizer.eos_token_id] for text in texts]
-    assert len(train) + len(evaluation) == sum(map(len, expected))
-    assert train[: len(expected[0])].tolist() == expected[0]
+@pytest.mark.parametrize("has", ["a program", "vocab.json and merges.txt"])
+def test_a_tokenizer_without_tokenizer_json_is_refused(tmp_path, tokenizer, has):
+    """The sentence says how to convert it; the converted one is accepted."""
+    folder = tmp_path / "tokenizer"
+    if has == "a program":
+        ByT5Tokenizer().save_pretrained(folder)
+    else:
+        tokenizer.save_pretrained(folder)
+        model = json.loads((folder / "tokenizer.json").read_text())["model"]
+        (folder / "vocab.json").write_text(json.dumps(model["vocab"]))
+        (folder / "merges.txt").write_text("\n".join(" ".join(pair) for pair in model["merges"]))
+        (folder / "tokenizer.json").unlink()
+        settings = {"tokenizer_class": "GPT2Tokenizer", "eos_token": tokenizer.eos_token}
+        (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    with pytest.raises(RunError, match=r"has no tokenizer\.json: write one with transformers, by"):
+        load_tokenizer(str(folder))
+    if has != "a program":
+        AutoTokenizer.from_pretrained(folder).save_pretrained(tmp_path / "converted")
+        text = "def main() -> None:"
+        assert load_tokenizer(str(tmp_path / "converted")).encode(text) == tokenizer.encode(text)
 
 
 @pytest.mark.nightly
@@ -239,8 +247,8 @@ def padded_shards(folder: Path) -> tuple[Sequences, np.ndarray]:
     written = write_shards(folder / "tokens", "npy", LARGE)[:2]
     written[0] = np.arange(100, dtype="<u2")
     np.save(folder / "tokens/a_train.npy", written[0])
-    files = shards.find_shards(str(folder / "tokens"))
-    tokens, _ = shards.open_shards(files, word_tokenizer(10**5))
+    files = token_files.find_token_files(str(folder / "tokens"))
+    tokens, _ = token_files.open_token_files(files, word_tokenizer(10**5))
     expected = np.concatenate([whole_rows(shard) for shard in written])
     return Sequences(tokens, 16).pad_to_multiple(len(expected) + 3), expected
 
@@ -287,7 +295,7 @@ def test_text_and_json_as_windows_writes_them(tmp_path):
 @pytest.mark.check
 def test_a_large_file_is_read_in_pieces(tmp_path, tokenizer, monkeypatch):
     """Pieces end at the end of a line; the end-of-text token comes where the file ends."""
-    monkeypatch.setattr(documents, "PIECE", 100)
+    monkeypatch.setattr(documents, "PIECE_CHARACTERS", 100)
     whole = {}
     for name in "ab":
         lines = [f"{name} {n} of the lines of this document\n" for n in range(60)]
@@ -322,7 +330,8 @@ def test_a_tokenizer_that_was_saved_with_limits_keeps_all_text(tmp_path, tokeniz
 
 TOKENIZE = """
 import argparse, resource, sys
-from common import data, models
+from common import data
+from common.inputs import models
 tokenizer = models.load_tokenizer("gpt2-tiny")
 args = {"dataset_name": sys.argv[1], "dataset_subset": None, "text_column": None}
 print(len(data.tokenize(argparse.Namespace(**args), tokenizer)[0].streams[0]))

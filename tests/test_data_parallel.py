@@ -28,7 +28,7 @@ from helpers import (
 from transformers import GPT2LMHeadModel
 
 from common import variants
-from common.cli import RunError
+from common.errors import RunError
 
 NAME = "data-parallel"
 SUM = (".loss.mean() /", ".loss.sum() /")

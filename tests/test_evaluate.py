@@ -27,8 +27,9 @@ from tokenizers.processors import TemplateProcessing
 from torch import nn
 from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
-from common import launch, models
-from common.documents import find_documents
+from common import launch
+from common.inputs import models
+from common.inputs.documents import find_documents
 
 SCRIPT = ROOT / "01-single-gpu/evaluate.py"
 

@@ -17,7 +17,7 @@ from tokenizers.processors import TemplateProcessing
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from common import models
+from common.inputs import models
 
 SCRIPT = ROOT / "04-fsdp/export.py"
 SMALL = ["-s", 32, "--global-batch-size", 6, "--max-steps", 4, "--ckpt-freq", 2, "--log-freq", 1]

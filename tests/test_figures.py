@@ -14,7 +14,7 @@ from drawings import charts
 from helpers import CHAPTERS, ROOT
 from runner import load_script
 
-from common import models
+from common.inputs import models
 
 memory = load_script(ROOT / "04-fsdp/memory.py")
 

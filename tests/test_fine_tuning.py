@@ -4,7 +4,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from common import models
+from common.inputs import models
 
 
 @pytest.mark.check

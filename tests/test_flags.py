@@ -17,7 +17,7 @@ from transformers import GPT2LMHeadModel
 
 from common import launch
 from common.data import load_sequences
-from common.models import load_tokenizer
+from common.inputs.models import load_tokenizer
 
 LENGTH, GLOBAL_BATCH, MICRO_BATCH = 16, 6, 2
 PEAK, WARM_UP, BETA1 = 0.02, 4, 0.7

@@ -26,7 +26,7 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 import fp8
-from common.cli import RunError
+from common.errors import RunError
 
 TORCHAO = ROOT / ".venv/torchao"
 CHAPTER, CPU = CHAPTERS[4], torch.device("cpu")

@@ -18,8 +18,9 @@ from transformers import (
     RepetitionPenaltyLogitsProcessor,
 )
 
-from common import launch, models
-from common.cli import RunError
+from common import launch
+from common.errors import RunError
+from common.inputs import models
 
 from trained_model import load_trained
 

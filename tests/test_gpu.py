@@ -37,8 +37,8 @@ from torch.utils._pytree import tree_leaves, tree_map
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from common import checkpoint
+from common.inputs.models import causal_attention
 from common.launch import SINGLE_PROCESS
-from common.models import causal_attention
 from fp8 import FP8_CAPABILITY
 
 FP16, FP16_IN_DDP = ("float16", "loss-scaling"), ("autocast", "float16", "loss-scaling")
@@ -423,7 +423,7 @@ POSITIONS, HEADS = 4096, 8
 def peak_of_attention(attention: str | None) -> int:
     """Return the bytes that forward and backward add in a layer of grouped queries in float32."""
     config = AutoConfig.from_pretrained(
-        ROOT / "common/presets/llama-tiny",
+        ROOT / "common/inputs/presets/llama-tiny",
         max_position_embeddings=POSITIONS,
         num_attention_heads=HEADS,
         num_key_value_heads=2,

@@ -28,9 +28,9 @@ from helpers import (
 from runner import load_script
 from transformers import AutoModelForCausalLM
 
-from common import models
-from common.cli import RunError
 from common.data import IGNORED
+from common.errors import RunError
+from common.inputs import models
 from conversations import Conversations, as_messages, encode, load_conversations, pack
 
 CHAPTER = "02-ddp"
@@ -263,7 +263,7 @@ def test_bad_tables(tokenizer, tmp_path):
 
 @pytest.mark.check
 def test_bad_templates(tokenizer, tmp_path):
-    folder = shutil.copytree(ROOT / "common/presets/tokenizer", tmp_path / "tokenizer")
+    folder = shutil.copytree(ROOT / "common/inputs/presets/tokenizer", tmp_path / "tokenizer")
     (folder / "chat_template.jinja").write_text("{{ messages[-1].content }}")
     with pytest.raises(RunError, match="changes earlier messages when later ones follow"):
         encode(TALK, models.load_tokenizer(str(folder)))

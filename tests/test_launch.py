@@ -29,7 +29,7 @@ from helpers import (
 from runner import Ranks
 
 from common import data, launch, tracker
-from common.cli import RunError
+from common.errors import RunError
 from common.launch import LAUNCHERS, OPEN_MPI, SRUN
 from common.launch import TORCHRUN as BY_TORCHRUN
 

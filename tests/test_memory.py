@@ -24,7 +24,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 import context_parallel
-from common.models import causal_attention, load_config
+from common.inputs.models import causal_attention, load_config
 
 import peak_memory
 from peak_memory import Options, predict

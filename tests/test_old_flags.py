@@ -10,7 +10,7 @@ import pytest
 from helpers import CHAPTERS, ROOT, make_variant, speak_at_once
 from runner import load_script
 
-from common import checkpoint, cli, variants
+from common import checkpoint, cli, ranks, variants
 from common.old_flags import ANY_VALUE, NO_VALUE, OLD_FLAGS, OldFlag
 
 pytestmark = pytest.mark.check
@@ -256,7 +256,7 @@ def test_only_rank_0_prints(parse, monkeypatch):
 
 
 def speak_at_once_here(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cli, "HEAD_START_S", cli.HEAD_START_S)  # set back after the test
+    monkeypatch.setattr(ranks, "HEAD_START_S", ranks.HEAD_START_S)  # set back after the test
     speak_at_once()
 
 

@@ -32,8 +32,8 @@ from runner import finish, load_script, start
 from transformers import MixtralConfig
 
 import context_parallel
-from common import models
-from common.cli import RunError
+from common.errors import RunError
+from common.inputs import models
 
 CHAPTER, BEFORE = CHAPTERS[4], CHAPTERS[3]
 TENSOR, CONTEXT = "tensor-parallel", "context-parallel"

@@ -35,7 +35,7 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from transformers import AutoModelForCausalLM
 
-from common.models import load_config
+from common.inputs.models import load_config
 
 
 @pytest.fixture(scope="module")

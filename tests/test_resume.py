@@ -38,8 +38,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 import async_checkpoint
 from common import checkpoint, storage
 from common.checkpoint import complete_checkpoints
-from common.cli import RunError
 from common.data import ResumableSampler
+from common.errors import RunError
 
 
 @pytest.fixture(scope="module")
@@ -158,7 +158,7 @@ def make_run(decay: float = 0.1, bias: bool = False) -> tuple:
     Many readers have two groups: norms and biases are not decayed. bias: add a parameter.
     """
     sizes = {"n_embd": 16, "n_layer": 1, "vocab_size": 64}
-    config = AutoConfig.from_pretrained(ROOT / "common/presets/gpt2-tiny", **sizes)
+    config = AutoConfig.from_pretrained(ROOT / "common/inputs/presets/gpt2-tiny", **sizes)
     model = AutoModelForCausalLM.from_config(config)
     if bias:
         model.lm_head.bias = torch.nn.Parameter(torch.zeros(64))

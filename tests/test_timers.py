@@ -13,8 +13,9 @@ from helpers import ROOT, read_metrics
 from runner import Ranks, load_script
 from transformers import AutoModelForCausalLM
 
-from common import models, timers
+from common import timers
 from common.data import Sequences
+from common.inputs import models
 from common.timers import PhaseTimers, flops_per_token, peak_flops
 
 SCRIPT = ROOT / "02-ddp/trace_ranks.py"

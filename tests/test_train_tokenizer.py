@@ -12,9 +12,9 @@ import pytest
 from helpers import ROOT
 from runner import load_script
 
-from common import models
-from common.cli import RunError
-from common.documents import Documents, is_held_out
+from common.errors import RunError
+from common.inputs import models
+from common.inputs.documents import Documents, is_held_out
 
 SCRIPT = ROOT / "01-single-gpu/train_tokenizer.py"
 
@@ -147,7 +147,7 @@ def test_a_preset_takes_size_and_end_of_text_of_the_tokenizer(tmp_path):
         assert models.load_config("gpt2-tiny", many_characters(count)).vocab_size == rows
     for name, size in (("gpt2-tiny", 4096), ("gpt2", 50304), ("llama-3.1-8b", 128256)):
         assert models.load_config(name, models.load_tokenizer(name)).vocab_size == size
-    shutil.copytree(ROOT / "common/presets/gpt2-tiny", tmp_path / "model")
+    shutil.copytree(ROOT / "common/inputs/presets/gpt2-tiny", tmp_path / "model")
     folder = str(tmp_path / "model")
     assert models.load_config(folder, many_characters(62)).vocab_size == 4096
     with pytest.raises(RunError, match="5002 tokens and the model only 4096"):

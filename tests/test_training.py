@@ -13,9 +13,9 @@ from runner import load_script
 from torch.utils.data import DataLoader
 from transformers import AutoModelForCausalLM
 
-from common import models
 from common.data import ResumableSampler, Sequences, load_sequences
-from common.shards import Tokens
+from common.inputs import models
+from common.inputs.token_files import Tokens
 from common.timers import PhaseTimers
 
 SCRIPT = "01-single-gpu/train_llm.py"

@@ -13,8 +13,9 @@ from helpers import ROOT, environment, read_metrics, run_script, write_narrow
 from tokenizers import Tokenizer
 from transformers import AutoModelForCausalLM
 
-from common import launch, models, storage, tracker
-from common.cli import RunError
+from common import launch, storage, tracker
+from common.errors import RunError
+from common.inputs import models
 
 
 def change_json(file: Path, **changes: object) -> None:

@@ -16,10 +16,11 @@ import pytest
 from datasets import Dataset, DatasetDict
 from helpers import unreadable
 
-from common import documents, launch
-from common.cli import RunError
+from common import launch
 from common.data import load_sequences
-from common.models import load_tokenizer
+from common.errors import RunError
+from common.inputs import documents, names
+from common.inputs.models import load_tokenizer
 
 pytestmark = pytest.mark.check
 
@@ -89,7 +90,7 @@ READ = [
 @pytest.mark.parametrize(("files", "said"), READ, ids=[said for _, said in READ])
 def test_what_is_read_is_said_in_one_line(tmp_path, tokenizer, caplog, files, said):
     write(tmp_path / "data", files)
-    caplog.set_level(logging.INFO, "common.documents")
+    caplog.set_level(logging.INFO, "common.inputs.documents")
     read(tmp_path / "data", tokenizer)
     assert caplog.messages == [f"{tmp_path}/data: {said}"]
 
@@ -105,7 +106,7 @@ SPLITS = {
 
 
 def test_a_split_is_a_whole_word_of_a_name():
-    assert {name: documents.split_of(PurePath(name)) for name in SPLITS} == SPLITS
+    assert {name: names.split_of(PurePath(name)) for name in SPLITS} == SPLITS
 
 
 def test_text_files_that_are_named_for_training_and_evaluation(tmp_path, tokenizer):

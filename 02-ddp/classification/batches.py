@@ -7,8 +7,8 @@ import torch
 from torch.utils.data import Sampler
 from transformers import PreTrainedTokenizerBase
 
-from common.cli import RunError
 from common.data import IGNORED
+from common.errors import RunError
 
 from classification.examples import Example, Examples
 

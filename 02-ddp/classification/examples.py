@@ -11,8 +11,8 @@ from typing import NamedTuple
 
 from torch.utils.data import Dataset
 
-from common.cli import RunError
-from common.documents import BUILT_IN, NOT_CODE, load_table
+from common.errors import RunError
+from common.inputs.documents import BUILT_IN, NOT_CODE, load_table
 
 logger = logging.getLogger(__name__)
 

@@ -15,9 +15,9 @@ import xxhash
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
-from common.cli import RunError
 from common.data import IGNORED
-from common.documents import BUILT_IN, NOT_CODE, is_held_out, load_table
+from common.errors import RunError
+from common.inputs.documents import BUILT_IN, NOT_CODE, is_held_out, load_table
 from common.variants import ROOT
 
 sys.path.append(str(ROOT / "01-single-gpu"))

@@ -5,7 +5,7 @@ import socket
 from pathlib import Path
 
 from common import tracker
-from common.launch import rank_and_world_size
+from common.ranks import rank_and_world_size
 
 
 class NodeTracker(tracker.Tracker):

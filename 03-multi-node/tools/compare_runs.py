@@ -20,7 +20,7 @@ import torch
 from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 
 from common import cli, launch
-from common.cli import RunError
+from common.errors import RunError
 
 # A step computes them in this order. The loss is that of the forward pass, before the update.
 KEYS = ("lr", "loss", "grad_norm", "eval_loss")

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 import xxhash
 
-from common import cli, launch
+from common import cli, launch, ranks
 from common.cli import at_least
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -81,7 +81,7 @@ def exchange(store: dist.Store, stage: str, part: object, timeout: float) -> lis
         nodes = os.environ.get("SLURM_STEP_NODELIST")
         expected = f" (the nodes are {nodes})" if nodes else ""
         say(f"Failed: {stage}: after {timeout} s, {hosts} came, ranks {missing} did not{expected}.")
-        cli.wait_for_rank_0(1)  # the other ranks exit later, so that rank 0 can say it
+        ranks.wait_for_rank_0(1)  # the other ranks exit later, so that rank 0 can say it
         sys.exit(1)
     return [part for _, part in came.values()]
 

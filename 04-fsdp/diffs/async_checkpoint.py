@@ -13,7 +13,7 @@ import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
 from common import checkpoint
-from common.cli import is_rank_0
+from common.ranks import is_rank_0
 
 logger = logging.getLogger(__name__)
 LAST_WRITE_S = 60  # that an exit waits for a checkpoint; other ranks may be gone

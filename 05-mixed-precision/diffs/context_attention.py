@@ -17,7 +17,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard
 from torch.nn.attention.bias import causal_lower_right
 
-from common.models import causal_sdpa
+from common.inputs.models import attention
 
 HEADS, POSITIONS = 1, 2  # dimensions of queries, keys and values [batch, heads, positions, size]
 aten = torch.ops.aten
@@ -156,7 +156,7 @@ def backward_pass(grad, query, key, value, causal, output, log_sum, scale, *rng)
 def attend_with_some_heads(mesh: DeviceMesh, module, query, key, value, *args, **options) -> tuple:
     """Return what attend_to_gathered_keys returns, for this rank's part of each sequence."""
     query, key, value = (exchange(t, mesh, POSITIONS, HEADS) for t in (query, key, value))
-    output, _ = causal_sdpa(module, query, key, value, *args, **options)
+    output, _ = attention(module, query, key, value, *args, **options)
     return exchange(output, mesh, 2, 1), None  # [batch, positions, heads, size]
 
 

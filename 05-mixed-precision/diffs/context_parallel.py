@@ -9,8 +9,8 @@ from torch.nn.functional import pad
 from torch.utils.data import default_collate
 from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
 
-from common.cli import RunError
-from common.models import MODELS_WITHOUT_MASK
+from common.errors import RunError
+from common.inputs.models import MODELS_WITHOUT_MASK
 from context_attention import attend_to_gathered_keys, attend_with_some_heads
 
 

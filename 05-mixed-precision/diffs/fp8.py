@@ -8,7 +8,7 @@ from torch import nn
 from torch.func import functional_call
 from transformers.pytorch_utils import Conv1D
 
-from common.cli import RunError
+from common.errors import RunError
 
 FP8_CAPABILITY = (8, 9)  # Ada, Hopper and later: https://developer.nvidia.com/cuda-gpus
 FP8_MULTIPLE = 16  # cuBLAS needs fp8 matrices whose sides are multiples of 16

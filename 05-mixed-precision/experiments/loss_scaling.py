@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional
 from transformers import AutoModelForCausalLM
 
-from common import models
+from common.inputs import models
 
 # GradScaler's defaults: it starts at 2^16, and doubles the scale after 2000 good steps in a row.
 TOO_HIGH = {"init_scale": 2.0**30, "growth_interval": 4}

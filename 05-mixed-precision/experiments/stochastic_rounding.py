@@ -9,7 +9,7 @@ import torch
 from torch.distributed.tensor import DTensor
 from torch.optim.adamw import adamw
 
-from common.cli import RunError
+from common.errors import RunError
 
 LR = 3e-5
 

@@ -24,7 +24,7 @@ import zipfile
 from pathlib import Path
 
 from common import cli, launch
-from common.cli import RunError
+from common.errors import RunError
 
 SOURCES = Path(__file__).with_name("corpus_sources.csv")
 LIMIT = 6 * 10**6  # bytes of text from one package

@@ -92,7 +92,7 @@ def write_tokens(folder: Path) -> None:
 
 def write_llama_1b(folder: Path) -> str:
     """Write the configuration of a Llama of 1B; return arguments for it."""
-    config = json.loads((REPOSITORY / "common/presets/llama-3.1-8b/config.json").read_text())
+    config = json.loads((REPOSITORY / "common/inputs/presets/llama-3.1-8b/config.json").read_text())
     folder.mkdir(parents=True, exist_ok=True)
     (folder / "config.json").write_text(json.dumps(config | LLAMA_1B))
     return f"-m {folder} --tokenizer-name gpt2-tiny --lr 1e-5"

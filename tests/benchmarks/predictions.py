@@ -14,7 +14,7 @@ from pathlib import Path
 from machine import RESULTS, write_result
 from transformers import AutoConfig
 
-from common.models import load_config
+from common.inputs.models import load_config
 
 sys.path.append(str(Path(__file__).parents[2] / "04-fsdp"))
 from peak_memory import Options, predict

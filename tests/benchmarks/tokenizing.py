@@ -16,8 +16,8 @@ from pathlib import Path
 from machine import output_parser, write_result
 
 from common.data import write_tokens
-from common.documents import find_documents
-from common.models import load_tokenizer
+from common.inputs.documents import find_documents
+from common.inputs.models import load_tokenizer
 
 PIECE = 4000
 MEGABYTES = 20  # of each file

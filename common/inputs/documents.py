@@ -15,21 +15,23 @@ import sysconfig
 from collections.abc import Callable, Iterator
 from itertools import chain
 from pathlib import Path, PurePath
+from types import ModuleType
 from typing import IO, TYPE_CHECKING, NamedTuple
 
 import fsspec
 
-from common.cli import RunError
-from common.models import cannot_load, check_hub_id
-from common.storage import disk_error, fetch, is_remote
+from common.errors import RunError, disk_error
+from common.inputs.names import cannot_load, check_hub_id, split_of
+from common.storage import fetch, is_remote
 
 if TYPE_CHECKING:
-    from datasets import DatasetDict  # see load_table
+    from datasets import DatasetDict, Features  # see _import_datasets
 
 logger = logging.getLogger(__name__)
 
 BUILT_IN = "python-stdlib"
-KINDS = {
+# The format of a file by its ending: text, or the library's reader for it.
+FORMATS = {
     **dict.fromkeys((".txt", ".text", ".md", ".rst", ".py"), "text"),
     **dict.fromkeys((".json", ".jsonl", ".ndjson"), "json"),
     **{".csv": "csv", ".tsv": "csv", ".parquet": "parquet", ".arrow": "arrow"},
@@ -43,14 +45,8 @@ NOT_CODE = re.compile(
     r"(^|/)(site-packages|dist-packages|tests?|idle_test|idlelib|lib2to3|pydoc_data|encodings"
     r"|__pycache__|config-[^/]*)/|(^|/)_sysconfigdata[^/]*$"
 )
-# Words in the names of files and folders that say which part of a data set is there.
-SPLIT_WORDS = {
-    **dict.fromkeys(("train", "training"), "train"),
-    **dict.fromkeys(("validation", "valid", "val", "dev", "eval", "evaluation"), "validation"),
-    **dict.fromkeys(("test", "testing"), "test"),
-}
-PIECE = 2**20  # characters; a text file is read in pieces, so a large one needs little memory
-ROWS = 64  # of a table that are in memory at once
+PIECE_CHARACTERS = 2**20  # a text file is read in pieces, so a large one needs little memory
+ROWS_AT_ONCE = 64  # of a table, in memory
 EVAL_ONE_IN = 20  # without a validation split, one document in 20 is used for evaluation
 FEW_DOCUMENTS = 100  # with fewer, the end of each text or of each piece is used instead
 
@@ -81,75 +77,94 @@ def find_documents(name: str, subset: str | None, text_column: str | None) -> Do
 
     1. If there is a validation split, it is for evaluation. Names of files can say so. Test
        splits are left out.
-    2. Otherwise, a checksum chooses one document in EVAL_ONE_IN: of the row, of the file's bytes
+    2. Otherwise, if there are fewer than FEW_DOCUMENTS, the end of each text is for evaluation.
+    3. Otherwise, a checksum chooses one document in EVAL_ONE_IN: of the row, of the file's bytes
        or, in the built-in corpus, of the path.
-    3. If there are fewer than FEW_DOCUMENTS, the end of each text is for evaluation.
 
-    Raises RunError, now or in `read`, if there is no such data set or no such column.
+    Raises RunError, now or in `read`, if there is no such data set or no such column, or for a
+    subset or a column where there is none to choose.
     """
-    path = fetch(name) if is_remote(name) else Path(name)
     if name == BUILT_IN:
-        root = Path(sysconfig.get_paths()["stdlib"])
-        files = {"train": [], "validation": []}
-        for file in list_files(root, NOT_CODE):
-            if file.suffix == ".py":
-                held_out = is_held_out(file.relative_to(root).as_posix())
-                files["validation" if held_out else "train"].append(file)
-    elif not name or not path.exists():
-        table = load_table(name, subset)
-        parts = sorted((split, part._fingerprint) for split, part in table.items())
-        return Documents(f"{parts} {text_column}", lambda: read_table(table, name, text_column))
-    else:
-        found = list_files(path)
-        if kind_of_all(path, found) != "text":
-            key = f"{fingerprint(found)} {subset} {text_column}"
-            path = str(path)
-            return Documents(key, lambda: read_table(load_table(path, subset), name, text_column))
-        files = split_files(path, [file for file in found if kind_of(file) == "text"])
+        return _as_documents(name, _built_in_files(), subset, text_column)
+    path = fetch(name) if is_remote(name) else Path(name)
+    if not name or not path.exists():
+        table = load_from_hub(name, subset)
+        versions = sorted((split, rows._fingerprint) for split, rows in table.items())
+        return Documents(f"{versions} {text_column}", lambda: read_table(table, name, text_column))
+    files = list_files(path)
+    if format_of_all(path, files) == "text":
+        texts = split_files(path, [file for file in files if format_of(file) == "text"])
+        return _as_documents(name, texts, subset, text_column)
+
+    def read() -> Iterator[Text]:
+        return read_table(load_local_table(path, files, name, subset), name, text_column)
+
+    return Documents(f"{fingerprint(files)} {subset} {text_column}", read)
+
+
+def _built_in_files() -> dict[str, list[Path]]:
+    """Return the files of Python's standard library by split."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    files = {"train": [], "validation": []}
+    for file in list_files(root, NOT_CODE):
+        if file.suffix == ".py":
+            held_out = is_held_out(file.relative_to(root).as_posix())
+            files["validation" if held_out else "train"].append(file)
+    return files
+
+
+def _as_documents(
+    name: str, files: dict[str, list[Path]], subset: str | None, text_column: str | None
+) -> Documents:
+    """Return the documents of text files, which are given by split."""
     if subset or text_column:
         raise RunError(f"{name} is text: it has no --dataset-subset and no --text-column.")
     sizes = [f"{len(files[split])} text files ({split})" for split in files if split != "test"]
     logger.info(f"{name}: {' and '.join(sizes)}")
-    everything = [file for part in files.values() for file in part]
-    key = fingerprint(everything) + str({split: len(part) for split, part in files.items()})
-    return Documents(f"{key} {PIECE}", lambda: read_texts(files))
+    everything = [file for of_split in files.values() for file in of_split]
+    counts = {split: len(of_split) for split, of_split in files.items()}
+    key = f"{fingerprint(everything)}{counts} {PIECE_CHARACTERS}"
+    return Documents(key, lambda: read_texts(files))
 
 
 # --- files ---
 
 
-def kind_of(file: str | Path) -> str | None:
+def format_of(file: str | Path) -> str | None:
     """Return "text", or the name of the library's reader for this file, or None."""
     path = PurePath(PurePath(file).name.lower())
     if path.name in NOT_DATA:
         return None
-    return KINDS.get((path.with_suffix("") if path.suffix in COMPRESSED else path).suffix)
+    return FORMATS.get((path.with_suffix("") if path.suffix in COMPRESSED else path).suffix)
 
 
-def kind_of_all(path: Path, files: list[Path]) -> str:
-    """Return the kind of a file, or of the files in a folder.
+def format_of_all(path: Path, files: list[Path]) -> str:
+    """Return the format of a file, or of the files in a folder.
 
     It is "saved" for a folder of save_to_disk, and "card" if the data set's card says what to read.
-    files: from list_files. Raises RunError if there is none, or if there are several kinds.
+    files: from list_files. Raises RunError if there is none, or if there are several formats.
     """
     if {path / "state.json", path / "dataset_dict.json"} & set(files):
         return "saved"
     card = path / "README.md"
     if card in files and "configs:" in card.read_text(encoding="utf-8", errors="replace"):
         return "card"
-    data = [file for file in files if file == path or file.name != "README.md"]
-    examples = {kind: file for file in reversed(data) if (kind := kind_of(file))}
-    if not examples:
+    first_of_format: dict[str, Path] = {}
+    for file in files:
+        describes = file.name == "README.md" and file != path
+        if not describes and (file_format := format_of(file)) is not None:
+            first_of_format.setdefault(file_format, file)
+    if not first_of_format:
         none = "does not end" if path.is_file() else "has no file that ends"
-        ends = f"{' '.join(KINDS)}, each also with one of: {' '.join(COMPRESSED)}"
+        ends = f"{' '.join(FORMATS)}, each also with one of: {' '.join(COMPRESSED)}"
         raise RunError(f"{path} {none} in one of: {ends}.")
-    if len(examples) > 1:
-        found = ", ".join(sorted(str(file.relative_to(path)) for file in examples.values()))
+    if len(first_of_format) > 1:
+        found = ", ".join(sorted(str(file.relative_to(path)) for file in first_of_format.values()))
         raise RunError(
             f"The folder {path} has files of several kinds ({found}): give one file, or a folder "
             "of one kind."
         )
-    return next(iter(examples))
+    return next(iter(first_of_format))
 
 
 def list_files(path: Path, skip: re.Pattern | None = None) -> list[Path]:
@@ -180,21 +195,15 @@ def _is_wanted(relative: str, skip: re.Pattern | None) -> bool:
     return not Path(relative).name.startswith(".") and not (skip and skip.search(relative))
 
 
-def split_of(file: PurePath) -> str | None:
-    """Return "train", "validation" or "test", what the last such word of a name says, or None."""
-    words = re.split(r"[^a-z]+", file.as_posix().lower())
-    return next((SPLIT_WORDS[word] for word in reversed(words) if word in SPLIT_WORDS), None)
-
-
 def split_files(path: Path, files: list[Path]) -> dict[str, list[Path]]:
     """Return the files of a folder by split: all are "train" unless all names say a split."""
-    parts = {split: [] for split in ("train", "validation", "test", None)}
+    by_split = {split: [] for split in ("train", "validation", "test", None)}
     for file in files:
         if file.name != "README.md":
-            parts[split_of(file.relative_to(path))].append(file)
-    if parts[None] or not parts["train"]:
+            by_split[split_of(file.relative_to(path))].append(file)
+    if by_split[None] or not by_split["train"]:
         return {"train": files}
-    return {split: part for split, part in parts.items() if part}
+    return {split: of_split for split, of_split in by_split.items() if of_split}
 
 
 def fingerprint(files: list[Path]) -> str:
@@ -231,9 +240,9 @@ def read_texts(files: dict[str, list[Path]]) -> Iterator[Text]:
                     with open_file(file, "rb") as content:
                         held_out = _is_chosen(hashlib.file_digest(content, "sha256").digest())
                 with open_file(file, encoding="utf-8-sig") as content:  # \r\n becomes \n
-                    piece = content.read(PIECE) + content.readline(PIECE)
+                    piece = _read_piece(content)
                     while piece:
-                        following = content.read(PIECE) + content.readline(PIECE)
+                        following = _read_piece(content)
                         yield from divide(piece, held_out, ends=not following, few=few)
                         piece = following
             except UnicodeError as error:
@@ -244,8 +253,13 @@ def read_texts(files: dict[str, list[Path]]) -> Iterator[Text]:
                 raise cannot_load("text", str(file), error) from error
 
 
+def _read_piece(file: IO[str]) -> str:
+    """Return the next PIECE_CHARACTERS and the rest of their line, which may be as long again."""
+    return file.read(PIECE_CHARACTERS) + file.readline(PIECE_CHARACTERS)
+
+
 def divide(text: str, held_out: bool, ends: bool, few: bool) -> Iterator[Text]:
-    """Yield a text or, if there are few, its two parts for training and for evaluation."""
+    """Yield a text or, if there are few, its beginning for training and its end for evaluation."""
     if not few:
         yield Text(text, held_out, ends)
         return
@@ -263,44 +277,77 @@ def load_table(name: str, subset: str | None) -> "DatasetDict":
 
     Raises RunError if there is none, if it cannot be read, or if no split is named train.
     """
+    path = fetch(name) if is_remote(name) else Path(name)
+    if not name or not path.exists():
+        return load_from_hub(name, subset)
+    return load_local_table(path, list_files(path), name, subset)
+
+
+def load_from_hub(name: str, subset: str | None) -> "DatasetDict":
+    """Return the splits of a data set of the hub; errors as in load_table."""
+    check_hub_id("data set", name)
+    datasets = _import_datasets()
+    return _load(name, lambda: datasets.load_dataset(name, subset))
+
+
+def load_local_table(path: Path, files: list[Path], name: str, subset: str | None) -> "DatasetDict":
+    """Return the splits of a file or a folder; errors as in load_table.
+
+    files: from list_files. name: what the reader calls it, for messages.
+    """
+    datasets = _import_datasets()
+    table_format = format_of_all(path, files)
+    if subset and table_format != "card":
+        raise RunError(
+            f"{name} has no --dataset-subset: only the hub and a folder whose README.md names "
+            "configurations have subsets."
+        )
+    # The library's own key for its cache has no sizes of files.
+    options = {"cache_dir": f"{datasets.config.HF_DATASETS_CACHE}/{fingerprint(files)[:32]}"}
+
+    def load() -> object:
+        if table_format == "saved":
+            return datasets.load_from_disk(path)
+        if table_format == "card":
+            return datasets.load_dataset(str(path), subset, **options)
+        tables = [file for file in files if format_of(file) == table_format]
+        if table_format == "csv":  # NA and None are texts; no column is an index
+            options.update(sep=check_csv(tables), keep_default_na=False, index_col=False)
+        by_split = split_files(path, tables) if path.is_dir() else {"train": tables}
+        data_files = {
+            split: [glob.escape(str(file.resolve())) for file in of_split]
+            for split, of_split in by_split.items()
+        }
+        return datasets.load_dataset(table_format, data_files=data_files, **options)
+
+    return _load(name, load)
+
+
+def _import_datasets() -> ModuleType:
+    """Import the library, which takes most of a second, and keep its log for errors."""
     logging.getLogger("datasets").setLevel(logging.CRITICAL)  # it logs the frameworks that it finds
     logging.getLogger("huggingface_hub").setLevel(logging.ERROR)  # it asks for metadata in READMEs
-    import datasets  # which takes most of a second
+    import datasets
 
     datasets.utils.logging.set_verbosity(logging.CRITICAL)  # it also raises the errors that it logs
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
-    path = fetch(name) if is_remote(name) else Path(name)
+    return datasets
+
+
+def _load(name: str, load: Callable[[], object]) -> "DatasetDict":
+    """Call a function of the library; return the splits that it loads, or raise a RunError."""
     try:
-        if not name or not path.exists():
-            check_hub_id("data set", name)
-            table = datasets.load_dataset(name, subset)
-        else:
-            files = list_files(path)
-            kind = kind_of_all(path, files)
-            tables = [file for file in files if kind_of(file) == kind]
-            # The library's own key for its cache has no sizes of files.
-            cache = Path(datasets.config.HF_DATASETS_CACHE) / fingerprint(files)[:32]
-            options = {"cache_dir": str(cache)}
-            if kind == "saved":
-                table = datasets.load_from_disk(path)
-            elif kind == "card":
-                table = datasets.load_dataset(str(path), subset, **options)
-            else:
-                if kind == "csv":  # NA and None are texts; no column is an index
-                    options |= {"sep": check_csv(tables), "keep_default_na": False}
-                    options["index_col"] = False
-                parts = split_files(path, tables) if path.is_dir() else {"train": tables}
-                data_files = {s: [glob.escape(str(f.resolve())) for f in parts[s]] for s in parts}
-                table = datasets.load_dataset(kind, data_files=data_files, **options)
+        table = load()
     except RunError:
         raise
     except Exception as error:  # the library wraps errors of its readers in many classes
         if cause := disk_error(error):
             raise cause from None
         if "Config name is missing" in str(error):
-            names = re.search(r"\[.*?\]", str(error)).group()
-            raise RunError(f"{name} has subsets: give --dataset-subset one of {names}.") from error
+            listed = re.search(r"\[.*?\]", str(error))
+            one_of = f"one of {listed.group()}" if listed else "its name"
+            raise RunError(f"{name} has subsets: give --dataset-subset {one_of}.") from error
         raise cannot_load("data set", name, error.__cause__ or error) from error
     table = table if isinstance(table, dict) else {"train": table}
     if "train" not in table:
@@ -323,8 +370,8 @@ def check_csv(files: list[Path]) -> str:
         try:
             with open_file(file, encoding="utf-8-sig", newline="") as content:
                 header = content.readline()
-                names = re.sub(r'"[^"]*"', "", header)
-                separator = separator or max(",;\t", key=names.count)
+                outside_of_quotes = re.sub(r'"[^"]*"', "", header)
+                separator = separator or max(",;\t", key=outside_of_quotes.count)
                 rows = csv.reader(chain([header], content), delimiter=separator, strict=True)
                 for row in rows:
                     n_fields = n_fields or len(row)
@@ -339,29 +386,46 @@ def check_csv(files: list[Path]) -> str:
 def read_table(table: "DatasetDict", name: str, text_column: str | None) -> Iterator[Text]:
     """Yield the texts of a column of the splits train and, if there is one, validation.
 
-    Without text_column it is "text" or, if the table has no lists, the only column of strings.
-    Raises RunError if there is no such column.
+    text_column: None chooses default_text_column. Raises RunError if there is no such column.
     """
-    types = {key: str(getattr(x, "dtype", "list")) for key, x in table["train"].features.items()}
-    columns = [column for column in types if "string" in types[column]]
-    is_clear = len(columns) == 1 and "list" not in types.values()
-    column = text_column or (columns[0] if is_clear else "text")
+    features = table["train"].features
+    columns = string_columns(features)
+    column = text_column or default_text_column(features)
     if column not in columns:
-        names = ", ".join(columns)
-        found = f"give --text-column one of {names}" if columns else "no column is text"
+        found = (
+            f"give --text-column one of {', '.join(columns)}" if columns else "no column is text"
+        )
         raise RunError(f"{name} has no text column {column!r}: {found}.")
-    parts = {split: table[split] for split in ("train", "validation") if split in table}
-    sizes = [f"{len(part):,} ({split})" for split, part in parts.items()]
+    used = {split: table[split] for split in ("train", "validation") if split in table}
+    sizes = [f"{len(rows):,} ({split})" for split, rows in used.items()]
     logger.info(f"{name}: rows of column {column!r}: {' and '.join(sizes)}")
-    few = len(parts) == 1 and len(parts["train"]) < FEW_DOCUMENTS
+    has_validation = "validation" in used
+    few = not has_validation and len(used["train"]) < FEW_DOCUMENTS
     try:
-        for split, part in parts.items():
-            for batch in part.select_columns([column]).with_format("arrow").iter(ROWS):
+        for split, rows in used.items():
+            for batch in rows.select_columns([column]).with_format("arrow").iter(ROWS_AT_ONCE):
                 for text in filter(None, batch[column].to_pylist()):
-                    held_out = split == "validation" or (len(parts) == 1 and is_held_out(text))
-                    yield from divide(text, held_out, ends=True, few=few)
+                    chosen = not has_validation and is_held_out(text)
+                    yield from divide(text, split == "validation" or chosen, ends=True, few=few)
     except UnicodeError as error:
         raise RunError(f"{name} is not UTF-8 ({error}): convert it to UTF-8.") from error
+
+
+def string_columns(features: "Features") -> list[str]:
+    """Return the names of a table's columns of strings."""
+    return [name for name, feature in features.items() if "string" in _type_of(feature)]
+
+
+def default_text_column(features: "Features") -> str:
+    """Return the only column of strings, if the table has no lists, or else "text"."""
+    columns = string_columns(features)
+    has_lists = any(_type_of(feature) == "list" for feature in features.values())
+    return columns[0] if len(columns) == 1 and not has_lists else "text"
+
+
+def _type_of(feature: object) -> str:
+    """Return the type of a column's values; a column without one has lists or structures."""
+    return str(getattr(feature, "dtype", "list"))
 
 
 # --- training and evaluation documents ---

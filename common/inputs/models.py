@@ -1,12 +1,8 @@
-"""Models: configuration, tokenizer, weights and attention.
-
-The name of a model is a preset, a local folder, or a hub id.
-"""
+"""Models: configuration, tokenizer, weights and attention."""
 
 import json
 import logging
 import math
-import textwrap
 from pathlib import Path
 
 import huggingface_hub
@@ -31,12 +27,11 @@ from transformers import (
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
-from common.cli import RunError
+from common.errors import RunError
+from common.inputs.names import PRESET_NAMES, PRESETS, cannot_load, resolve_model
 
 logger = logging.getLogger(__name__)
 
-PRESETS = Path(__file__).parent / "presets"
-PRESET_NAMES = tuple(sorted(path.parent.name for path in PRESETS.glob("*/config.json")))
 # These models are causal although is_decoder is False in their configurations.
 CAUSAL_ALTHOUGH_NOT_DECODER = ("gpt_neox", "gpt_neox_japanese")
 # These do not shift their labels, or see later tokens.
@@ -49,12 +44,15 @@ POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_seque
 
 
 def load_config(name: str, tokenizer: PreTrainedTokenizerBase | None = None) -> PretrainedConfig:
-    """Load the configuration of a model, with the attention that it is to use.
+    """Load the configuration of a model, and adapt it to this training.
 
-    A preset has no weights yet, so it adapts to another tokenizer: it takes the end-of-text token
-    and the vocabulary size, rounded up to a multiple of 64. Raises RunError if there is no
-    such model, if the tokenizer has more tokens than the model has embeddings, if its weights are
-    quantized, if it has code of its own, or if it is no causal language model.
+    It changes four things. The attention is the one of causal_attention. A preset, which has no
+    weights yet, gets the vocabulary of another tokenizer. The auxiliary loss of a router is left
+    out. A padding token is forgotten if it is the end-of-text token, which is to be trained.
+
+    Raises RunError if there is no such model, if it is no causal language model, if its weights are
+    quantized, if it has code of its own, or if the tokenizer has more tokens than the model has
+    embeddings.
     """
     transformers.logging.set_verbosity_error()  # it warns about deliberate choices of this guide
     folder = resolve_model(name)
@@ -65,11 +63,29 @@ def load_config(name: str, tokenizer: PreTrainedTokenizerBase | None = None) -> 
         raise cannot_load("model", name, error) from error
     if getattr(config, "is_heterogeneous", False):  # Gemma 4, whose layers differ in size
         config.allow_global_per_layer_attribute_access = True
-    encoder = getattr(config, "is_decoder", None) is False
+    _check_that_it_is_causal(config, name)
+    if getattr(config, "quantization_config", None):
+        raise RunError(f"The weights of {name} are quantized: choose a model in float or bfloat16.")
+    if getattr(config, "output_router_logits", False):
+        config.output_router_logits = False  # this loss would depend on the number of devices
+        logger.warning(f"The auxiliary loss of {name}'s router is left out.")
+    if tokenizer is not None:
+        _adapt_to_tokenizer(config, name, tokenizer)
+    # transformers does not train the embedding of a padding token. Sequences have no padding.
+    padding = getattr(config, "pad_token_id", None) or 0
+    is_end_of_text = tokenizer is not None and padding == tokenizer.eos_token_id
+    if is_end_of_text or padding >= config.vocab_size:
+        config.pad_token_id = None
+    return config
+
+
+def _check_that_it_is_causal(config: PretrainedConfig, name: str) -> None:
+    """Raise RunError if a model does not predict each token from the tokens before it alone."""
+    is_encoder = getattr(config, "is_decoder", None) is False
     if (
         type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING
         or config.model_type in NOT_CAUSAL
-        or (encoder and config.model_type not in CAUSAL_ALTHOUGH_NOT_DECODER)
+        or (is_encoder and config.model_type not in CAUSAL_ALTHOUGH_NOT_DECODER)
         or getattr(config, "use_bidirectional_attention", False)
         or not all(hasattr(config, key) for key in ("vocab_size", "num_attention_heads"))
     ):
@@ -77,13 +93,18 @@ def load_config(name: str, tokenizer: PreTrainedTokenizerBase | None = None) -> 
             f"The model {name} ({config.model_type}) is not a causal language model: choose one "
             "that predicts the next token, such as GPT-2 or Llama."
         )
-    if getattr(config, "quantization_config", None):
-        raise RunError(f"The weights of {name} are quantized: choose a model in float or bfloat16.")
-    if getattr(config, "output_router_logits", False):
-        config.output_router_logits = False  # this loss would depend on the number of devices
-        logger.warning(f"The auxiliary loss of {name}'s router is left out.")
-    n_tokens = vocabulary_size(tokenizer) if tokenizer else 0
-    if tokenizer and name in PRESET_NAMES and tokenizer.name_or_path != str(PRESETS / "tokenizer"):
+
+
+def _adapt_to_tokenizer(
+    config: PretrainedConfig, name: str, tokenizer: PreTrainedTokenizerBase
+) -> None:
+    """Give a preset the vocabulary and the end-of-text token of another tokenizer than its own.
+
+    The vocabulary is rounded up to a multiple of 64. Raises RunError if a model has fewer
+    embeddings than the tokenizer has tokens.
+    """
+    n_tokens = vocabulary_size(tokenizer)
+    if name in PRESET_NAMES and tokenizer.name_or_path != str(PRESETS / "tokenizer"):
         config.vocab_size = -(-n_tokens // 64) * 64
         config.eos_token_id = tokenizer.eos_token_id
     if n_tokens > config.vocab_size:
@@ -91,46 +112,55 @@ def load_config(name: str, tokenizer: PreTrainedTokenizerBase | None = None) -> 
             f"The tokenizer has {n_tokens} tokens and the model only {config.vocab_size} "
             "embeddings: give the model's own with --tokenizer-name."
         )
-    # transformers does not train the embedding of a padding token. Sequences have no padding.
-    pad = getattr(config, "pad_token_id", None) or 0
-    if pad >= config.vocab_size or (tokenizer and pad == tokenizer.eos_token_id):
-        config.pad_token_id = None
-    return config
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
     """Load the tokenizer of a model; all presets have the same one (byte-level BPE, 4096 tokens).
 
-    Raises RunError if there is none, or if it has no end-of-text token to separate documents.
+    It splits text as its tokenizer.json says. Raises RunError if it has no such file, or no
+    end-of-text token, which separates documents.
     """
-    kind = "tokenizer" if Path(name).exists() else "model or tokenizer"
+    what = "tokenizer" if Path(name).exists() else "model or tokenizer"
     is_preset = name in PRESET_NAMES
-    folder = str(PRESETS / "tokenizer") if is_preset else resolve_model(name, kind)
+    folder = str(PRESETS / "tokenizer") if is_preset else resolve_model(name, what)
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
-        if not is_preset and not _has_rules_of_its_file(tokenizer, folder):
+        file = _tokenizer_file(folder)
+        # transformers makes a tokenizer without a vocabulary if it finds no files.
+        if len(tokenizer) <= len(tokenizer.all_special_ids):
+            raise RunError(f"{name} has no usable tokenizer: give --tokenizer-name.")
+        if not tokenizer.is_fast or file is None:
+            raise RunError(
+                f"{name} has no tokenizer.json: write one with transformers, by "
+                f"AutoTokenizer.from_pretrained({name!r}).save_pretrained('converted'), and give "
+                "--tokenizer-name converted."
+            )
+        if not _has_rules_of(file, tokenizer):
             tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
+    except RunError:
+        raise
     except Exception as error:  # the package tokenizers raises plain Exceptions
-        raise cannot_load(kind, name, error) from error
-    # transformers makes a tokenizer without a vocabulary if it finds no files.
-    if len(tokenizer) <= len(tokenizer.all_special_ids):
-        raise RunError(f"{name} has no usable tokenizer: give --tokenizer-name.")
+        raise cannot_load(what, name, error) from error
     if tokenizer.eos_token_id is None:
         raise RunError(f"The tokenizer of {name} has no end-of-text token: choose another one.")
     return tokenizer
 
 
-def _has_rules_of_its_file(tokenizer: PreTrainedTokenizerBase, folder: str) -> bool:
-    """Return whether a tokenizer splits text as its tokenizer.json says, if there is one.
+def _tokenizer_file(folder: str) -> Path | None:
+    """Return the tokenizer.json of a local folder or of a hub id that was loaded, or None."""
+    if Path(folder).is_dir():
+        file = Path(folder) / "tokenizer.json"
+        return file if file.exists() else None
+    cached = huggingface_hub.try_to_load_from_cache(folder, "tokenizer.json")
+    return Path(cached) if isinstance(cached, str) else None
+
+
+def _has_rules_of(file: Path, tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return whether a tokenizer splits text as its tokenizer.json says.
 
     Classes such as LlamaTokenizer and Qwen2Tokenizer may replace these rules by their own, see
     https://github.com/huggingface/transformers/issues/45488.
     """
-    file: object = Path(folder) / "tokenizer.json"
-    if not Path(folder).is_dir():
-        file = huggingface_hub.try_to_load_from_cache(folder, "tokenizer.json")
-    if not tokenizer.is_fast or not isinstance(file, str | Path) or not Path(file).exists():
-        return True
     found = json.loads(tokenizer.backend_tokenizer.to_str())
     expected = json.loads(Tokenizer.from_file(str(file)).to_str())
     return all(found[key] == expected[key] for key in ("normalizer", "pre_tokenizer", "model"))
@@ -197,6 +227,8 @@ def load_pretrained(
 # --- attention ---
 
 MODELS_WITHOUT_MASK = ("gpt2", "llama")
+# Two names for the function `attention`: transformers makes a mask for the second one only.
+NO_MASK, WITH_MASK = "causal_sdpa", "masked_sdpa"
 
 
 def causal_attention(config: PretrainedConfig) -> str:
@@ -209,15 +241,15 @@ def causal_attention(config: PretrainedConfig) -> str:
     Llama may need a mask, for example for a sliding window, so they get one.
     """
     if config.model_type in MODELS_WITHOUT_MASK:
-        return "causal_sdpa"
+        return NO_MASK
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), PreTrainedModel)
     if not model_class._supports_sdpa:
         return "eager"
     # Older models, such as Falcon, have code of their own for each kind of attention.
-    return "masked_sdpa" if model_class._supports_attention_backend else "sdpa"
+    return WITH_MASK if model_class._supports_attention_backend else "sdpa"
 
 
-def causal_sdpa(
+def attention(
     module: nn.Module,
     query: torch.Tensor,
     key: torch.Tensor,
@@ -251,41 +283,6 @@ def causal_sdpa(
     return output.transpose(1, 2).contiguous(), None
 
 
-# Both names have the same attention. transformers makes a mask for the second one only.
-AttentionInterface.register("causal_sdpa", causal_sdpa)
-AttentionInterface.register("masked_sdpa", causal_sdpa)
-AttentionMaskInterface.register("masked_sdpa", sdpa_mask)
-
-
-# --- names: presets, local folders and hub ids ---
-
-
-def resolve_model(name: str, kind: str = "model") -> str:
-    """Return what transformers loads a model from: a preset's folder, a local folder or a hub id.
-
-    Raises RunError for a path that does not exist.
-    """
-    if name in PRESET_NAMES:
-        return str(PRESETS / name)
-    if not name or not Path(name).is_dir():
-        check_hub_id(kind, name)
-    return name
-
-
-def check_hub_id(kind: str, name: str) -> None:
-    """Raise RunError if a name cannot be a hub id, so it is a path that does not exist."""
-    if not name or name[0] in "/.~" or name.count("/") > 1:
-        raise RunError(f"There is no {kind} at {name!r}: no such file or folder; check the path.")
-
-
-def cannot_load(kind: str, name: str, cause: Exception) -> RunError:
-    """Return an error that says what cannot be loaded, and quotes the library."""
-    reason = textwrap.shorten(str(cause), 300, placeholder=" ...").rstrip(".:")
-    reason = reason or type(cause).__name__
-    if Path(name).exists():
-        end = ", or keep only the text column." if kind == "data set" else "."
-        return RunError(f"{name} has no usable {kind} ({reason}): check or replace its files{end}")
-    return RunError(
-        f"There is no {kind} {name!r}: it is no preset and no local path, and the hub says: "
-        f"{reason}. Without a network, use -d python-stdlib and -m gpt2-tiny, or local paths."
-    )
+AttentionInterface.register(NO_MASK, attention)
+AttentionInterface.register(WITH_MASK, attention)
+AttentionMaskInterface.register(WITH_MASK, sdpa_mask)

@@ -1,4 +1,4 @@
-"""Ready-made tokens: a folder of shards, as .npy files or as .bin files of nanoGPT or llm.c."""
+"""Ready-made tokens: a folder of .npy files, or of .bin files of nanoGPT or llm.c."""
 
 import hashlib
 from pathlib import Path
@@ -7,9 +7,9 @@ from typing import NamedTuple
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
-from common.cli import RunError
-from common.documents import split_of
-from common.models import vocabulary_size
+from common.errors import RunError
+from common.inputs.models import vocabulary_size
+from common.inputs.names import split_of
 from common.storage import fetch, is_remote
 
 # The header of llm.c, in which FineWeb is distributed for GPT-2: 256 int32 with MAGIC, a version
@@ -17,15 +17,18 @@ from common.storage import fetch, is_remote
 MAGIC, HEADER_BYTES = 20240520, 1024
 # Files that show that .bin files beside them are of Megatron, litdata or MosaicML, or that the
 # tokens are those of nanoGPT's characters.
-OF_OTHERS = ("*.idx", "index.json", "meta.pkl")
-CHECKED = 65536  # so many tokens at both ends of a shard are checked, and bytes for its checksum
+MARKS_OF_OTHER_FORMATS = ("*.idx", "index.json", "meta.pkl")
+# At both ends of a file, because to read the whole would take hours: the tokens that are checked,
+# and the bytes that its checksum includes.
+CHECKED_TOKENS = 65536
+CHECKSUM_BYTES = 65536
 
 
 class Tokens(NamedTuple):
-    """The tokens of one part of a data set.
+    """The tokens of one split of a data set.
 
-    streams: arrays of tokens [n], memory-mapped. digest: a checksum of the tokens, or of shards
-    (see checksum).
+    streams: arrays of tokens [n], memory-mapped. digest: a checksum of the tokens, or of files of
+    tokens (see checksum).
     tokens_per_byte: of the original text, for bits per byte.
     """
 
@@ -34,27 +37,29 @@ class Tokens(NamedTuple):
     tokens_per_byte: float
 
 
-def find_shards(name: str) -> list[Path]:
-    """Return the shards in a folder, in the order of their names; of an address, local copies."""
+def find_token_files(name: str) -> list[Path]:
+    """Return the files of tokens in a folder, by name; of an address, local copies."""
     folder = fetch(name) if is_remote(name) else Path(name)
     files = sorted(folder.glob("[!.]*")) if name else []
     return [path for path in files if path.suffix in (".bin", ".npy")]
 
 
-def open_shards(files: list[Path], tokenizer: PreTrainedTokenizerBase) -> list[Tokens]:
+def open_token_files(files: list[Path], tokenizer: PreTrainedTokenizerBase) -> list[Tokens]:
     """Return the tokens for training and for evaluation.
 
-    Shards whose names say validation are for evaluation, otherwise the last one; those that say
+    Files whose names say validation are for evaluation, otherwise the last one; those that say
     test are left out (see split_of). The tokens per byte are an estimate, from the start of a
-    shard. Raises RunError if there is nothing else, if a file is not what it seems, or if the
+    file. Raises RunError if there is nothing else, if a file is not what it seems, or if the
     tokenizer is another one.
     """
+    folder = files[0].parent
     used = [file for file in files if split_of(Path(file.name)) != "test"]
     held_out = [file for file in used if split_of(Path(file.name)) == "validation"] or used[-1:]
     train = [file for file in used if file not in held_out]
     if not train:
-        raise RunError(f"{files[0].parent} has no shard for training: give at least two shards.")
-    if others := [file for pattern in OF_OTHERS for file in files[0].parent.glob(pattern)]:
+        raise RunError(f"{folder} has no shard for training: give at least two shards.")
+    others = [file for pattern in MARKS_OF_OTHER_FORMATS for file in folder.glob(pattern)]
+    if others:
         raise RunError(
             f"{others[0]} belongs to another format or vocabulary: give a folder with shards of "
             "this tokenizer only, or the text itself."
@@ -63,36 +68,39 @@ def open_shards(files: list[Path], tokenizer: PreTrainedTokenizerBase) -> list[T
     for file in used:
         try:
             opened[file] = tokens = _open(file, n_tokens)
-            if (highest := max(tokens[:CHECKED].max(), tokens[-CHECKED:].max())) >= n_tokens:
+            highest = max(tokens[:CHECKED_TOKENS].max(), tokens[-CHECKED_TOKENS:].max())
+            if highest >= n_tokens:
                 raise ValueError(f"token {highest}, and the tokenizer has {n_tokens}")
-            if len(tokens) > 1 and not tokens[1:CHECKED:2].any():
+            if len(tokens) > 1 and not tokens[1:CHECKED_TOKENS:2].any():
                 raise ValueError("every second number is 0, as if a token had more bytes")
         except (ValueError, EOFError) as error:
             raise RunError(
                 f"{file} does not hold tokens of this tokenizer ({error}): make it again, or give "
                 "the --tokenizer-name that it was made with."
             ) from error
-    sample = opened[held_out[0]][:CHECKED].tolist()
+    sample = opened[held_out[0]][:CHECKED_TOKENS].tolist()
     text = tokenizer.decode(sample, skip_special_tokens=True)
     tokens_per_byte = len(sample) / max(1, len(text.encode()))
-    parts = (train, held_out)
-    return [Tokens([opened[f] for f in part], checksum(part), tokens_per_byte) for part in parts]
+    return [
+        Tokens([opened[file] for file in of_split], checksum(of_split), tokens_per_byte)
+        for of_split in (train, held_out)
+    ]
 
 
 def checksum(files: list[Path]) -> str:
-    """Return a checksum of names, sizes and both ends: to read the whole would take hours."""
+    """Return a checksum of the names, sizes and both ends of files."""
     digest = hashlib.sha256()
     for file in files:
         digest.update(f"{file.name} {file.stat().st_size}".encode())
         with file.open("rb") as content:
-            digest.update(content.read(CHECKED))
-            content.seek(-min(CHECKED, file.stat().st_size), 2)
+            digest.update(content.read(CHECKSUM_BYTES))
+            content.seek(-min(CHECKSUM_BYTES, file.stat().st_size), 2)
             digest.update(content.read())
     return digest.hexdigest()[:16]
 
 
 def _open(file: Path, n_tokens: int) -> np.memmap:
-    """Return a shard's tokens [n]. Raises ValueError or EOFError if it has another form."""
+    """Return a file's tokens [n]. Raises ValueError or EOFError if it has another form."""
     if file.suffix == ".npy":
         tokens = np.load(file, mmap_mode="r")
         if tokens.ndim != 1 or tokens.dtype not in (np.uint16, np.uint32):
