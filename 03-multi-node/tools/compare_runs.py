@@ -54,7 +54,7 @@ def row(name: str, run: dict[int, dict], first: dict[int, dict]) -> str:
     cells = [f"{speed:,.0f}", *(f"{ms:,.1f}" for ms in times)]
     cells += [f"{max(line.get('peak_mem_gib') or 0 for line in lines):.1f}"]
     cells += [f"{lines[-1]['loss']:.4f}", f"{largest:.1e}"]
-    return f"{name:24}" + "".join(f"{cell:>10}" for cell in cells)
+    return f"{name:20}" + "".join(f"{cell:>14}" for cell in cells)
 
 
 def first_difference(one: dict[int, dict], two: dict[int, dict]) -> str | None:
@@ -113,7 +113,7 @@ def main() -> None:
     if not all(first.keys() & run.keys() for run in runs):
         raise RunError("The runs logged no common step: use the same --log-freq for all.")
     titles = ("tokens/s", *(f"{phase}, ms" for phase in PHASES), "GiB", "loss", "differs")
-    print(f"{'':24}" + "".join(f"{title:>10}" for title in titles))
+    print(f"{'':20}" + "".join(f"{title:>14}" for title in titles))
     for folder, run in zip(folders, runs, strict=True):
         print(row(str(folder), run, first))
     differences = []
