@@ -60,6 +60,8 @@ MAY_CHANGE = (
     *("log_freq", "eval_freq", "eval_sequences", "ckpt_freq", "num_epochs", "max_steps"),
     *("batch_size", "dist_timeout", "compile", "activation_checkpointing"),
 )
+# Names may change. "of_variant" lists the settings that only a script with the same variant has;
+# `difference` compares those first.
 NOT_COMPARED = ("sources", "of_variant")
 # Settings that are not arguments, and where their values come from.
 HINTS = {
@@ -180,6 +182,7 @@ class Checkpoints:
         self._write(content, folder)
 
     def _write(self, content: dict, folder: Path) -> None:
+        """Write a checkpoint's files and complete it; in a subclass, later."""
         self._complete(folder, lambda: dcp.save(content, storage_writer=writer_of(folder)))
 
     def load(
@@ -258,6 +261,7 @@ class Checkpoints:
                 os.fsync(file.fileno())
 
     def _complete(self, folder: Path, write: Callable[[], object]) -> None:
+        """Call what writes a checkpoint's files, or waits for them; then make it the newest one."""
         try:
             write()
         except (Exception, CheckpointException) as error:  # the second is a BaseException

@@ -35,7 +35,8 @@ class ArgumentParser(argparse.ArgumentParser):
     """argparse that also reads arguments from a file, given as `@file`, and reports errors once.
 
     Each line of the file is like `--name value`, quoted as in a shell; # starts a comment. The
-    help shows default values. On bad arguments only rank 0 prints, and all ranks exit with 2.
+    help shows default values. On bad arguments only rank 0 prints and exits with 2; the others
+    follow some seconds later, unless the launcher has ended them.
     """
 
     def __init__(self, description: str, add_help: bool = True) -> None:

@@ -119,7 +119,7 @@ def encode(
 ) -> Iterator[tuple[Text, list[int]]]:
     """Yield each text with its tokens, in order.
 
-    The tokenizer library uses all cores. Meanwhile, the caller writes the chunk before.
+    The tokenizer library uses all cores. Meanwhile, the caller writes earlier chunks.
     The name of a special token is text if a document contains it.
     """
     # A copy, because every call of the tokenizer itself sets these again.

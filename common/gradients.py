@@ -20,7 +20,8 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> torch.Tensor:
     for gradient in gradients:
         shard = gradient.to_local() if isinstance(gradient, DTensor) else gradient
         shards[_copies(gradient)].append(shard)
-    # The sum over all ranks counts a shard as often as it is held, so each holder gives its share.
+    # With shards, the sum over all ranks counts each as often as it is held, so each holder gives a
+    # share. Without, each rank has the complete gradients, and there is nothing to sum.
     square = sum(_norm(group).double().square() / copies for copies, group in shards.items())
     if isinstance(gradients[0], DTensor):
         dist.all_reduce(square)
@@ -31,9 +32,9 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> torch.Tensor:
 
 def _norm(tensors: list[torch.Tensor]) -> torch.Tensor:
     """Return the norm of all elements, accurate to 1e-7 for any sharding that keeps rows whole."""
-    # CUDA's kernels add in a tree, so their float32 sums are accurate, and one call does all. A
-    # CPU's are not, and sums of bfloat16 numbers are rounded to bfloat16: so first each row in
-    # float32, then the rows in float64.
+    # float32 on CUDA: the kernels add in a tree, which is accurate, and one call does it all.
+    # Otherwise, first each row in float32, then the rows in float64: a CPU adds many float32
+    # numbers inaccurately, and a sum of bfloat16 numbers would be rounded to bfloat16.
     if tensors[0].is_cuda and tensors[0].dtype == torch.float32:
         return nn.utils.get_total_norm(tensors)
     rows = [torch.linalg.vector_norm(t, dim=-1, dtype=torch.float32).reshape(-1) for t in tensors]
@@ -41,7 +42,7 @@ def _norm(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _copies(gradient: torch.Tensor) -> int:
-    """Return how many ranks hold the same shard, with HSDP or tensor parallelism."""
+    """Return how many ranks hold the same shard (HSDP, tensor parallelism); 1 without shards."""
     if not isinstance(gradient, DTensor):
         return 1
     sizes = zip(gradient.placements, gradient.device_mesh.shape, strict=True)

@@ -61,11 +61,11 @@ def prepare_environment() -> None:
                 "set RANK, WORLD_SIZE and LOCAL_RANK; WORLD_SIZE=1 trains in one process."
             )
     present = [name for name in RANK_VARIABLES if name in os.environ]
-    # srun and mpirun set no address, and a single process needs none.
     if not present or os.environ.get("WORLD_SIZE") == "1":
         for name, value in SINGLE_PROCESS.items():
             os.environ.setdefault(name, value)
         os.environ["RANK"] = os.environ["LOCAL_RANK"] = "0"  # others may be left over in a shell
+    # srun and mpirun set no address of rank 0, so a job file has to.
     if missing := [name for name in RANK_VARIABLES if name not in os.environ]:
         raise RunError(f"{present[0]} is set but {missing[0]} is not: use torchrun, or set both.")
     if torch.cuda.device_count():
@@ -76,6 +76,7 @@ def gpu_of(local_rank: int) -> int:
     """Return the number of this process's GPU, among those that the process sees.
 
     Raises RunError if this machine has more processes than GPUs: NCCL refuses to share a GPU.
+    Without LOCAL_WORLD_SIZE, a process that sees a single GPU takes that one.
     """
     n_gpus = torch.cuda.device_count()
     if n_gpus == 1 and "LOCAL_WORLD_SIZE" not in os.environ:
@@ -89,12 +90,6 @@ def gpu_of(local_rank: int) -> int:
     return local_rank
 
 
-def end_with_parent() -> None:
-    """On Linux: let this process be killed when the process that started it ends."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-
-
 # --- the end of a process ---
 
 
@@ -106,7 +101,7 @@ def run(main: Callable[[], None]) -> NoReturn:
     reached; and 130 after Ctrl-C. Every other exception shows its traceback, and the status is 1.
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
-        end_with_parent()  # a torchrun that is killed would leave its workers behind
+        _end_with_parent()  # a torchrun that is killed would leave its workers behind
     try:
         main()
     except SystemExit as error:
@@ -122,6 +117,12 @@ def run(main: Callable[[], None]) -> NoReturn:
     _exit(0)
 
 
+def _end_with_parent() -> None:
+    """On Linux: let this process be killed when the process that started it ends."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+
+
 def _end_with(error: Exception) -> NoReturn:
     """Print an error and exit. Other ranks give rank 0 the time to say it in a sentence first."""
     sentence, status = _explain(error)
@@ -135,7 +136,7 @@ def _end_with(error: Exception) -> NoReturn:
         place = f"[rank {os.environ['RANK']}]"
         sentence = "\n".join(f"{place} {line}" for line in sentence.splitlines())
     print(sentence, file=sys.stderr, flush=True)
-    if isinstance(error, OSError):
+    if isinstance(error, OSError):  # a full disk, or no permission
         os._exit(status)  # the exit handlers of libraries would fail to write, too
     _exit(status)
 
@@ -167,7 +168,7 @@ def _explain(error: Exception) -> tuple[str | None, int]:
 
 
 def _exit(status: int) -> NoReturn:
-    """Exit. If there was a process group, skip the shutdown of the Python interpreter.
+    """Exit. One of several ranks, or of a group of one, skips the interpreter's shutdown.
 
     gloo's threads can outlive destroy_process_group(), because DTensor's caches still hold the
     group. If such a thread releases a tensor while the interpreter shuts down, it aborts the
@@ -181,7 +182,7 @@ def _exit(status: int) -> NoReturn:
     workers would be left behind.
     """
     is_single = os.environ.get("WORLD_SIZE", "1") == "1"  # a text, which may be no number
-    if is_single and not ranks.kept_groups:
+    if is_single and not ranks.had_process_group():
         sys.exit(status)
     if not dist.is_initialized():  # else a thread may wait for a rank that is gone
         threading._shutdown()

@@ -1,8 +1,9 @@
 """Ranks: which one this process is, what rank 0 does for all, and what all of them agree on.
 
-Two sources tell a process its rank. Launchers set variables before Python starts: what may have to
-speak before there is a process group, such as a refused argument, asks them (is_rank_0). Everything
-else asks the process group, and a process without one is rank 0 of 1.
+Two sources tell a process its rank: the environment, which a launcher or prepare_environment sets,
+and the process group. What is printed asks the environment (is_rank_0), because a refused argument
+must be reported before there is a group. What ranks do together asks the group
+(rank_and_world_size), and a process without one is rank 0 of 1.
 """
 
 import argparse
@@ -19,7 +20,7 @@ HEAD_START_S = 5.0  # how long other ranks let rank 0 report an error before the
 # Arguments that may be another path on each node.
 PATHS = ("save_dir", "checkpoint_dir", "dataset_name", "model_name", "tokenizer_name")
 
-# --- before there is a process group ---
+# --- by the environment: who prints ---
 
 
 def is_rank_0() -> bool:
@@ -36,7 +37,7 @@ def wait_for_rank_0(status: int) -> None:
         time.sleep(HEAD_START_S)
 
 
-# --- in the process group ---
+# --- by the process group: what ranks do together ---
 
 
 def rank_and_world_size() -> tuple[int, int]:
@@ -56,8 +57,8 @@ def gather(own: dict) -> dict:
 def on_rank_0(action: Callable, *arguments: object) -> object:
     """Return what action(*arguments) returns on rank 0; all ranks must call this.
 
-    If it raises a RunError there, all ranks raise it. Another exception ends rank 0 alone, and the
-    launcher ends the others.
+    If it raises a RunError there, all ranks raise it. Another exception ends rank 0 alone: the
+    others wait for it in vain, until the launcher ends them.
     """
     rank, _ = rank_and_world_size()
     result = None
@@ -75,7 +76,8 @@ def on_rank_0(action: Callable, *arguments: object) -> object:
 def check_agreement(facts: dict[str, object], remedy: str) -> None:
     """Raise RunError if a value differs from the one of rank 0; all ranks must call this.
 
-    Each script with a process group calls this near its start, so the group is kept here.
+    Also keeps the process group: all scripts that train call this before they do, at the latest
+    when they load a checkpoint.
     """
     keep_process_group()
     rank, _ = rank_and_world_size()
@@ -111,3 +113,8 @@ def keep_process_group() -> None:
     """
     if dist.is_initialized() and dist.group.WORLD not in kept_groups:
         kept_groups.append(dist.group.WORLD)
+
+
+def had_process_group() -> bool:
+    """Return whether this process has kept a process group, which may be destroyed by now."""
+    return bool(kept_groups)

@@ -67,7 +67,7 @@ class PhaseTimers:
 
         "time/<phase>" and "time/total": ms per step, the mean over these steps. The total is
         wall-clock time, so it includes what is in no phase. "time/wait" is not a mean: it is the
-        time of the logged step, the only one that has this phase.
+        sum of the phases "wait" of the logged step, the only one that has them.
         "tokens_per_s": of all devices together, and "tokens_per_s_per_device".
         "mfu": model FLOP/s as a share of the device's peak FLOP/s, or None if that is unknown.
         "peak_mem_gib": peak memory so far, of tensors on a GPU, or of the process on a CPU.

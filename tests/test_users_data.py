@@ -69,11 +69,12 @@ TWO = CARD.replace("default", "one").format("a.jsonl\n- config_name: two\n  data
 TABLE = lines(words("a"), words("b"))
 
 ROWS = "rows of column 'text': "
+ENDS = "; the end of each is for evaluation"  # of a few documents
 READ = [
-    ({"A.TXT": words("a"), "b.Txt": words("b"), "x.png": ""}, "2 text files (train)"),
+    ({"A.TXT": words("a"), "b.Txt": words("b"), "x.png": ""}, f"2 text files (train){ENDS}"),
     (
         {"A.JSONL": TABLE, "dataset_infos.json": "{}", "stats.json": '{"n": 2}', "README.md": "#"},
-        f"{ROWS}2 (train)",
+        f"{ROWS}2 (train){ENDS}",
     ),
     (
         {"data/train-0.jsonl": TABLE, "data/validation-0.jsonl": TABLE, "data/test-0.jsonl": TABLE},
@@ -81,9 +82,13 @@ READ = [
     ),
     (
         {"a.jsonl": TABLE, "b.csv": "text\nb\n", "README.md": CARD.format("a.jsonl")},
-        f"{ROWS}2 (train)",
+        f"{ROWS}2 (train){ENDS}",
     ),
-    ({"train.jsonl": TABLE, "more.jsonl": TABLE}, f"{ROWS}4 (train)"),
+    ({"train.jsonl": TABLE, "more.jsonl": TABLE}, f"{ROWS}4 (train){ENDS}"),
+    (
+        {"a.jsonl": lines(*(words(f"text {n}") for n in range(120)))},
+        f"{ROWS}120 (train); one in 20 is for evaluation",
+    ),
 ]
 
 

@@ -49,6 +49,12 @@ PIECE_CHARACTERS = 2**20  # a text file is read in pieces, so a large one needs 
 ROWS_AT_ONCE = 64  # of a table, in memory
 EVAL_ONE_IN = 20  # without a validation split, one document in 20 is used for evaluation
 FEW_DOCUMENTS = 100  # with fewer, the end of each text or of each piece is used instead
+# What the log says about the rule (see rule_for).
+HELD_OUT = {
+    "split": "",
+    "ends": "; the end of each is for evaluation",
+    "checksum": f"; one in {EVAL_ONE_IN} is for evaluation",
+}
 
 
 class Text(NamedTuple):
@@ -60,7 +66,7 @@ class Text(NamedTuple):
 
 
 class Documents(NamedTuple):
-    """A data set that is not read yet.
+    """A data set that is not read yet, but for one of the hub, which the library has read.
 
     key: changes if the documents may have changed; local files are not read for it.
     read: yields the texts in order, none of them empty.
@@ -75,11 +81,13 @@ def find_documents(name: str, subset: str | None, text_column: str | None) -> Do
 
     What is for evaluation depends on the documents only, not on their order or the machine:
 
-    1. If there is a validation split, it is for evaluation. Names of files can say so. Test
+    1. In the built-in corpus, a checksum of the path chooses one file in EVAL_ONE_IN.
+    2. If there is a validation split, it is for evaluation. Names of files can say so. Test
        splits are left out.
-    2. Otherwise, if there are fewer than FEW_DOCUMENTS, the end of each text is for evaluation.
-    3. Otherwise, a checksum chooses one document in EVAL_ONE_IN: of the row, of the file's bytes
-       or, in the built-in corpus, of the path.
+    3. Otherwise, if there are fewer than FEW_DOCUMENTS, the end of each text is for evaluation; of
+       a large file, the end of each piece.
+    4. Otherwise, a checksum of the document's text (of a file, before its line ends are replaced)
+       chooses one document in EVAL_ONE_IN.
 
     Raises RunError, now or in `read`, if there is no such data set or no such column, or for a
     subset or a column where there is none to choose.
@@ -119,10 +127,10 @@ def _as_documents(
     """Return the documents of text files, which are given by split."""
     if subset or text_column:
         raise RunError(f"{name} is text: it has no --dataset-subset and no --text-column.")
-    sizes = [f"{len(files[split])} text files ({split})" for split in files if split != "test"]
-    logger.info(f"{name}: {' and '.join(sizes)}")
-    everything = [file for of_split in files.values() for file in of_split]
     counts = {split: len(of_split) for split, of_split in files.items()}
+    sizes = [f"{n} text files ({split})" for split, n in counts.items() if split != "test"]
+    logger.info(f"{name}: {' and '.join(sizes)}{HELD_OUT[rule_for(counts)]}")
+    everything = [file for of_split in files.values() for file in of_split]
     key = f"{fingerprint(everything)}{counts} {PIECE_CHARACTERS}"
     return Documents(key, lambda: read_texts(files))
 
@@ -226,24 +234,23 @@ def open_file(file: Path, mode: str = "rt", **options: str) -> IO:
 
 
 def read_texts(files: dict[str, list[Path]]) -> Iterator[Text]:
-    """Yield text files, each of which is a document, in pieces that end where a line does.
+    """Yield text files, each of which is a document, in pieces (see _read_piece).
 
     Raises RunError if a file is not UTF-8 or is damaged.
     """
-    has_validation = "validation" in files
-    few = not has_validation and len(files["train"]) < FEW_DOCUMENTS
+    rule = rule_for({split: len(of_split) for split, of_split in files.items()})
     for split in [split for split in files if split != "test"]:
         for file in files[split]:
             held_out = split == "validation"
             try:
-                if not has_validation and not few:
+                if rule == "checksum":
                     with open_file(file, "rb") as content:
                         held_out = _is_chosen(hashlib.file_digest(content, "sha256").digest())
                 with open_file(file, encoding="utf-8-sig") as content:  # \r\n becomes \n
                     piece = _read_piece(content)
                     while piece:
                         following = _read_piece(content)
-                        yield from divide(piece, held_out, ends=not following, few=few)
+                        yield from divide(piece, held_out, not following, rule)
                         piece = following
             except UnicodeError as error:
                 raise RunError(f"{file} is not UTF-8 ({error}): convert it to UTF-8.") from error
@@ -254,13 +261,13 @@ def read_texts(files: dict[str, list[Path]]) -> Iterator[Text]:
 
 
 def _read_piece(file: IO[str]) -> str:
-    """Return the next PIECE_CHARACTERS and the rest of their line, which may be as long again."""
+    """Return the next PIECE_CHARACTERS and the rest of their line; a long rest is cut off, too."""
     return file.read(PIECE_CHARACTERS) + file.readline(PIECE_CHARACTERS)
 
 
-def divide(text: str, held_out: bool, ends: bool, few: bool) -> Iterator[Text]:
-    """Yield a text or, if there are few, its beginning for training and its end for evaluation."""
-    if not few:
+def divide(text: str, held_out: bool, ends: bool, rule: str) -> Iterator[Text]:
+    """Yield a text or, by the rule "ends", its beginning for training and its end."""
+    if rule != "ends":
         yield Text(text, held_out, ends)
         return
     cut = len(text) - len(text) // EVAL_ONE_IN
@@ -398,15 +405,14 @@ def read_table(table: "DatasetDict", name: str, text_column: str | None) -> Iter
         raise RunError(f"{name} has no text column {column!r}: {found}.")
     used = {split: table[split] for split in ("train", "validation") if split in table}
     sizes = [f"{len(rows):,} ({split})" for split, rows in used.items()]
-    logger.info(f"{name}: rows of column {column!r}: {' and '.join(sizes)}")
-    has_validation = "validation" in used
-    few = not has_validation and len(used["train"]) < FEW_DOCUMENTS
+    rule = rule_for({split: len(rows) for split, rows in used.items()})
+    logger.info(f"{name}: rows of column {column!r}: {' and '.join(sizes)}{HELD_OUT[rule]}")
     try:
         for split, rows in used.items():
             for batch in rows.select_columns([column]).with_format("arrow").iter(ROWS_AT_ONCE):
                 for text in filter(None, batch[column].to_pylist()):
-                    chosen = not has_validation and is_held_out(text)
-                    yield from divide(text, split == "validation" or chosen, ends=True, few=few)
+                    chosen = rule == "checksum" and is_held_out(text)
+                    yield from divide(text, split == "validation" or chosen, True, rule)
     except UnicodeError as error:
         raise RunError(f"{name} is not UTF-8 ({error}): convert it to UTF-8.") from error
 
@@ -429,6 +435,13 @@ def _type_of(feature: object) -> str:
 
 
 # --- training and evaluation documents ---
+
+
+def rule_for(counts: dict[str, int]) -> str:
+    """Return which of the rules 2 to 4 of find_documents applies, given the sizes of the splits."""
+    if "validation" in counts:
+        return "split"
+    return "ends" if counts["train"] < FEW_DOCUMENTS else "checksum"
 
 
 def is_held_out(key: str) -> bool:

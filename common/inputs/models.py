@@ -46,9 +46,11 @@ POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_seque
 def load_config(name: str, tokenizer: PreTrainedTokenizerBase | None = None) -> PretrainedConfig:
     """Load the configuration of a model, and adapt it to this training.
 
-    It changes four things. The attention is the one of causal_attention. A preset, which has no
-    weights yet, gets the vocabulary of another tokenizer. The auxiliary loss of a router is left
-    out. A padding token is forgotten if it is the end-of-text token, which is to be trained.
+    What differs from the configuration in the files: the attention is the one of causal_attention.
+    A preset, which has no weights yet, gets the vocabulary and the end-of-text token of another
+    tokenizer. A padding token is forgotten if it is the end-of-text token, which is to be trained,
+    or is not in the vocabulary. The auxiliary loss of a router is left out, and the cache of
+    generation is off.
 
     Raises RunError if there is no such model, if it is no causal language model, if its weights are
     quantized, if it has code of its own, or if the tokenizer has more tokens than the model has
@@ -71,11 +73,12 @@ def load_config(name: str, tokenizer: PreTrainedTokenizerBase | None = None) -> 
         logger.warning(f"The auxiliary loss of {name}'s router is left out.")
     if tokenizer is not None:
         _adapt_to_tokenizer(config, name, tokenizer)
-    # transformers does not train the embedding of a padding token. Sequences have no padding.
-    padding = getattr(config, "pad_token_id", None) or 0
-    is_end_of_text = tokenizer is not None and padding == tokenizer.eos_token_id
-    if is_end_of_text or padding >= config.vocab_size:
-        config.pad_token_id = None
+    # transformers does not train the embedding of a padding token, which no sequence contains.
+    padding = getattr(config, "pad_token_id", None)
+    if padding is not None:
+        is_end_of_text = tokenizer is not None and padding == tokenizer.eos_token_id
+        if is_end_of_text or padding >= config.vocab_size:
+            config.pad_token_id = None
     return config
 
 
