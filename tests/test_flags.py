@@ -10,12 +10,19 @@ from pathlib import Path
 import pytest
 import torch
 import torch.distributed.fsdp as fsdp
-from helpers import CHAPTERS, make_variant, plant, register, write_narrow
+from helpers import (
+    CHAPTERS,
+    make_variant,
+    plant,
+    register,
+    write_corpus,
+    write_narrow,
+)
 from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.utils.data import DataLoader
 from transformers import GPT2LMHeadModel
 
-from common import launch
+from common import checkpoint, launch
 from common.data import load_sequences
 from common.inputs.models import load_tokenizer
 
@@ -250,6 +257,73 @@ def test_planted_flag_of_a_variant_that_is_not_heard(bug, check, tmp_path):
     chapter = plant(str(variant), tmp_path / "chapter", [(right, wrong)])
     with pytest.raises(AssertionError, match=f"^{complaint}"):
         check(chapter, "--num-workers", 1, **WORKERS)
+
+
+# --- what may change when a run is resumed ---
+
+# For each name in MAY_CHANGE two values, with which a run must compute the same; or why that cannot
+# be, or is shown elsewhere.
+TWO_VALUES = {
+    "checkpoint_dir": ("one", "two"),
+    "keep_checkpoints": (1, 3),
+    "log_freq": (1, 2),
+    "eval_freq": (2, 5),
+    "eval_sequences": (2, 4),
+    "ckpt_freq": (2, 4),
+    "batch_size": (1, 3),
+    "dist_timeout": (500, 600),
+    "activation_checkpointing": (False, True),
+}
+NOT_TRIED = {
+    **dict.fromkeys(checkpoint.SOURCES, "what it stands for is compared: the tokens, the model"),
+    **dict.fromkeys(("experiment_name", "save_dir"), "each run here has another folder"),
+    "num_epochs": "total_steps is fixed",
+    "max_steps": "total_steps is fixed",
+    "compile": "test_parity.py and test_fsdp.py compare compiled runs",
+}
+
+
+def check_that_may_change(name: str, values: tuple, train: Callable, tmp_path: Path) -> None:
+    """Raise an AssertionError if two runs of chapter 5 with these values differ by more than 1e-5.
+
+    Compared are the loss, the norm and the learning rate of the steps that both log. With another
+    log frequency, a loss is the mean of other steps, so only the other two are compared.
+    """
+    without_dropout = {"n_layer": 2, "attn_pdrop": 0, "embd_pdrop": 0, "resid_pdrop": 0}
+    words = ["-d", write_corpus(tmp_path), "--tokenizer-name", "gpt2-tiny", "-s", 16]
+    words += ["-m", write_narrow(tmp_path / "model", "gpt2-tiny", **without_dropout)]
+    words += ["-b", 2, "--global-batch-size", 6, "--max-steps", 6, "--lr", 0.02]
+    words += ["--precision", "fp32", "--log-freq", 1, "--ckpt-freq", 4, "--eval-sequences", 4]
+    runs = []
+    for number, value in enumerate(values):
+        flag = f"--{name.replace('_', '-')}"
+        own = [flag] * value if isinstance(value, bool) else [flag, value]
+        if name == "checkpoint_dir":
+            own = [flag, tmp_path / value]
+        metrics = train(*words, *own, chapter=CHAPTERS[4], name=f"run-{number}")
+        runs.append({line["step"]: line for line in metrics if "loss" in line})
+    one, two = runs
+    keys = ("grad_norm", "lr") if name == "log_freq" else ("loss", "grad_norm", "lr")
+    assert len(one.keys() & two.keys()) >= 3, "too few steps are compared"
+    for step in one.keys() & two.keys():
+        for key in keys:
+            same = one[step][key] == pytest.approx(two[step][key], rel=1e-5)
+            assert same, f"{name} changes the {key} of step {step}"
+
+
+def test_every_name_that_may_change_is_tried():
+    """A new one needs two values, or a reason."""
+    assert {*TWO_VALUES, *NOT_TRIED} == {*checkpoint.MAY_CHANGE}
+
+
+@pytest.mark.parametrize("name", TWO_VALUES)
+def test_what_may_change_computes_the_same(name, train, tmp_path):
+    check_that_may_change(name, TWO_VALUES[name], train, tmp_path)
+
+
+def test_planted_name_that_must_not_be_among_those_that_may_change(train, tmp_path):
+    with pytest.raises(AssertionError, match=r"^beta1 changes the \w+ of step"):
+        check_that_may_change("beta1", (0.7, 0.9), train, tmp_path)
 
 
 # --- variants of sharding ---
