@@ -6,6 +6,7 @@ A page holds a table between the lines `<!-- table: NAME -->` and `<!-- end -->`
 tables.jinja has the template of each table; the functions here compute what is in no result file.
 """
 
+import ast
 import json
 import re
 import statistics
@@ -137,6 +138,25 @@ def diffstat_of(diff: str) -> tuple[int, int]:
     return len(added), len(removed)
 
 
+def options(chapter: str) -> Iterable[dict[str, str]]:
+    """Yield the names, the default and the meaning of each flag of a chapter's script.
+
+    The default is what the help says in parentheses, or else the value.
+    """
+    calls = re.findall(r"^    add\((.*?)\)$", script(chapter).read_text(), re.M | re.S)
+    for call in (ast.parse(f"add({each})", mode="eval").body for each in calls):
+        given = {each.arg: each.value for each in call.keywords}
+        meaning = given["help"].value
+        if found := re.fullmatch(r"(.+) \(default: (.+)\)", meaning):
+            meaning, default = found.groups()
+        elif "action" in given:
+            default = "off"
+        else:
+            default = f"`{given['default'].value}`" if "default" in given else "none"
+        names = [word.value for word in call.args]
+        yield {"flag": names[-1], "names": names, "default": default, "meaning": meaning}
+
+
 def losses(metrics: list[dict]) -> dict[int, float]:
     return {line["step"]: line["loss"] for line in metrics if "loss" in line}
 
@@ -241,7 +261,7 @@ def read_templates() -> dict[str, Table]:
     )
     environment.filters |= {"f": shown, "runs": values_of_runs, "median": median}
     environment.filters["gib"] = lambda size: size / GIB
-    functions = (script, diffstat, diffstat_of, losses, with_minutes, bits_per_byte)
+    functions = (script, options, diffstat, diffstat_of, losses, with_minutes, bits_per_byte)
     functions += (largest_difference, state_gib, beside_predictions, measured_peak)
     functions += (differences, two_nodes, steps_on_one_node, checked_fabrics, fabrics.predict)
     environment.globals |= {function.__name__: function for function in functions}
