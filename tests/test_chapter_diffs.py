@@ -29,7 +29,7 @@ pytestmark = pytest.mark.check
 # flags for chapter 5. The bounds are more than a tenth above the goals: nobody needs to squeeze a
 # line in, and a second idea in a step does not fit.
 FIRST_LINES, LAST_LINES, FLAGS = 315, 440, 33
-ADDED_LINES = dict(zip(CHAPTERS[1:], (48, 38, 61, 18), strict=True))
+ADDED_LINES = dict(zip(CHAPTERS[1:], (48, 38, 62, 20), strict=True))
 SECOND_IDEA = "is the difference a second idea? Then it is a variant, in diffs/"
 SECTIONS = ["setup", "model", "data", "optimizer", "resume", "train"]
 
