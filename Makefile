@@ -5,7 +5,7 @@ SCRIPTS := $(wildcard [0-9][0-9]-*/train_llm.py)
 
 PYTEST := $(BIN)/python -m pytest -n auto --dist loadgroup --no-loadscope-reorder
 
-.PHONY: demo help train diff variant lab site exercises check test ci nightly record diffs lint format clean
+.PHONY: demo help train diff variant lab site exercises check test ci nightly record diffs sizes lint format clean
 
 # A new folder each time, so no earlier run is resumed or replaced.
 DEMO := outputs/demo-$(shell date +%Y%m%d-%H%M%S)
@@ -42,8 +42,9 @@ variant:  ## a chapter with more options: make variant CHAPTER=4 WITH="hsdp cpu-
 # Jupyter refuses to start as root, as in most containers, without this option.
 ALLOW_ROOT := $(if $(filter 0,$(shell id -u)),--allow-root)
 
-lab: .venv/.lab  ## open a chapter's notebook: make lab CHAPTER=1
+lab:  ## open a chapter's notebook: make lab CHAPTER=1
 	@case "$(CHAPTER)" in [1-$(words $(SCRIPTS))]) ;; *) echo "make lab CHAPTER=N: N is from 1 to $(words $(SCRIPTS))" >&2; exit 2 ;; esac
+	@$(MAKE) --no-print-directory .venv/.lab
 	$(BIN)/jupyter lab $(ALLOW_ROOT) 0$(CHAPTER)-*/lab.ipynb
 
 site: .venv/.site  ## the guide as a website: make site SERVE=1 shows it until Ctrl-C
@@ -69,8 +70,13 @@ nightly: lint  ## everything: all pairs and planted bugs, notebooks, the default
 record: .venv/.test  ## make the recorded outputs again: make record ONLY='01-single-gpu/recorded/generate*'
 	$(BIN)/python tests/record.py $(ONLY)
 
-diffs:  ## renew the .diff files after a change of a script, before you commit it
-	$(PYTHON) -m tests.renew_diffs
+diffs: .venv/.test  ## renew the .diff files and the tables after a change of a script, before you commit it
+	$(BIN)/python -m tests.renew_diffs
+	$(BIN)/python tests/gallery.py
+	$(BIN)/python tests/benchmarks/report.py
+
+sizes:  ## how large pages, scripts, common, side code and tests are; no test compares the totals
+	@$(PYTHON) tests/sizes.py
 
 # The files that git knows and that exist, so a file of your own never matters.
 TRACKED := git grep -lzI '' --
