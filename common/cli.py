@@ -6,7 +6,6 @@ import logging
 import math
 import os
 import platform
-import shlex
 import socket
 import sys
 from collections.abc import Callable, Iterable
@@ -17,6 +16,7 @@ import torch
 import tqdm
 
 from common import old_flags, variants
+from common.arguments import ArgumentFileError, expand_files
 from common.ranks import is_rank_0, wait_for_rank_0
 
 # Only these variables are logged, because an environment also contains tokens and passwords.
@@ -34,8 +34,7 @@ LOGGED_ENVIRONMENT = (
 class ArgumentParser(argparse.ArgumentParser):
     """argparse that also reads arguments from a file, given as `@file`, and reports errors once.
 
-    Each line of the file is like `--name value`, quoted as in a shell; # starts a comment. The
-    help shows default values. On bad arguments only rank 0 prints and exits with 2; the others
+    The help shows default values. On bad arguments only rank 0 prints and exits with 2; the others
     follow some seconds later, unless the launcher has ended them.
     """
 
@@ -43,24 +42,24 @@ class ArgumentParser(argparse.ArgumentParser):
         super().__init__(
             description=description,
             add_help=add_help,
-            fromfile_prefix_chars="@",
             formatter_class=lambda prog: _HelpFormatter(prog, width=100),
             allow_abbrev=False,
         )
 
     def parse_known_args(self, args: list[str] | None = None, namespace: object = None) -> tuple:
+        try:
+            words = expand_files(sys.argv[1:] if args is None else args)
+        except ArgumentFileError as error:
+            self.error(str(error))
         # torch.distributed.launch adds --local-rank=N. It also sets LOCAL_RANK, as torchrun does.
-        words = sys.argv[1:] if args is None else args
         words = [word for word in words if not word.startswith("--local-rank=")]
         return super().parse_known_args(self._without_old_flags(words), namespace)
 
     def _without_old_flags(self, words: list[str]) -> list[str]:
+        """Return the arguments of a train_llm.py without flags that only older scripts had."""
         script = Path(sys.argv[0])
-        if script.name != "train_llm.py":
-            return words
-        words = self._with_files(words)
         old = {row.flag for row in old_flags.OLD_FLAGS}
-        if old.isdisjoint(word.partition("=")[0] for word in words):
+        if script.name != "train_llm.py" or old.isdisjoint(w.partition("=")[0] for w in words):
             return words
         try:
             words, warnings = old_flags.translate(words, script, self.format_help())
@@ -69,28 +68,6 @@ class ArgumentParser(argparse.ArgumentParser):
         for warning in warnings:
             self._print_message(f"{self.prog}: warning: {warning}\n", sys.stderr)
         return words
-
-    def _with_files(self, words: list[str]) -> list[str]:
-        """Return the arguments with those of each @file in its place."""
-        found = []
-        for word in words:
-            if word.startswith("@"):
-                try:
-                    lines = Path(word[1:]).read_text(encoding="utf-8").splitlines()
-                except (OSError, UnicodeError) as error:
-                    self.error(f"cannot read {word[1:]}: {error}")
-                for line in lines:
-                    found += self._with_files(self.convert_arg_line_to_args(line))
-            else:
-                found.append(word)
-        return found
-
-    def convert_arg_line_to_args(self, arg_line: str) -> list[str]:
-        try:
-            words = shlex.split(os.path.expandvars(arg_line), comments=True)
-            return [str(Path(w).expanduser()) if w.startswith("~") else w for w in words]
-        except ValueError as error:
-            self.error(f"cannot read the line {arg_line!r} of the @file: {error}")
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"{self.prog}: error: {message}; --help shows all arguments\n")

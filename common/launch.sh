@@ -36,28 +36,7 @@ CORES=$(nproc 2>/dev/null || sysctl -n hw.ncpu)
 THREADS=$((CORES > PROCESSES ? CORES / PROCESSES : 1))
 
 # RUN is the run's folder, in which the launchers keep the output of each rank.
-words() { # one argument per line, also those in a file that is given as @file
-    for WORD in "$@"; do
-        case "$WORD" in
-            @*) sed 's/#.*//' "${WORD#@}" | xargs printf '%s\n' ;;
-            *) printf '%s\n' "$WORD" ;;
-        esac
-    done
-}
-SAVE_DIR=outputs NAME=unnamed PREVIOUS=
-while IFS= read -r WORD; do
-    case "$PREVIOUS" in
-        -e | --experiment-name) NAME=$WORD ;;
-        --save-dir) SAVE_DIR=$WORD ;;
-    esac
-    case "$WORD" in
-        --experiment-name=* | -e=*) NAME=${WORD#*=} ;;
-        --save-dir=*) SAVE_DIR=${WORD#*=} ;;
-        -e?*) NAME=${WORD#-e} ;;
-    esac
-    PREVIOUS=$WORD
-done < <(words "$@")
-RUN="${SAVE_DIR/#\~/$HOME}/$NAME"
+RUN=$("$PYTHON" common/arguments.py "$@")
 # torchrun would handle a hang-up that nohup has made this process ignore, and end the run.
 if [[ -n "$(trap -p HUP)" ]]; then
     export PET_SIGNALS_TO_HANDLE=SIGTERM,SIGINT,SIGQUIT

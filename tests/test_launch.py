@@ -26,7 +26,7 @@ from helpers import (
     run_script,
     wait_for_file,
 )
-from runner import Ranks
+from runner import Ranks, load_script
 
 from common import data, launch, tracker
 from common.errors import RunError
@@ -157,6 +157,20 @@ def test_launch_files_find_the_runs_folder(tmp_path, words, run_dir):
     file.write_text("--experiment-name of-the-file  # comment\n\n--save-dir 'from file'\n--seed 3")
     words = [str(word).format(file) for word in words]
     assert source(*words, NPROC_PER_NODE=1)[2] == run_dir
+
+
+@pytest.mark.check
+def test_launch_files_and_scripts_read_a_file_by_the_same_rules(tmp_path, monkeypatch):
+    """Variables, quotes, a file in a file and ~; the shell did not know the first of them."""
+    monkeypatch.setenv("PLACE", "a place")
+    (tmp_path / "inner.args").write_text("-e 'a name'  # \"quoted\"\n")
+    (tmp_path / "my.args").write_text(f'--save-dir "~/$PLACE/runs"\n@{tmp_path}/inner.args\n')
+    words = [f"@{tmp_path}/my.args"]
+    monkeypatch.setattr(sys, "argv", ["train_llm.py", *words])
+    args = load_script(ROOT / "01-single-gpu/train_llm.py").get_args()
+    found = source(*words, NPROC_PER_NODE=1, PLACE="a place")[2]
+    assert found == f"{Path.home()}/a place/runs/a name"
+    assert found == str(Path(args.save_dir).expanduser() / args.experiment_name)
 
 
 @pytest.mark.check
