@@ -194,6 +194,33 @@ def test_fields_of_csv(tmp_path, tokenizer):
     assert table["body"] == ['two\nlines; and "quotes"', '5" wide']
 
 
+def test_values_of_csv_are_as_they_are_written(tmp_path):
+    """Not numbers or dates, which the library would guess."""
+    values = ["3.1", "3.10", "007", "1", "01", "1e3", "2024-01-02", "True", "-0", " a "]
+    write(tmp_path, {"a.csv": "label,body\n" + "".join(f"{each},text\n" for each in values)})
+    assert documents.load_table(str(tmp_path / "a.csv"), None)["train"]["label"] == values
+
+
+SEPARATORS = {
+    "a comma in the header of a .tsv": ("a.tsv", "one, two and\tthree, four, five\nx\ty, z\n"),
+    "packed": ("a.tsv.gz", gzip.compress(b"one, two\tthree, four, five\nx\ty, z\n")),
+    "named, as by Excel": ("a.csv", "sep=|\r\none|two, three, four\r\nx|y, z\r\n"),
+}
+
+
+@pytest.mark.parametrize("case", SEPARATORS)
+def test_separators_that_the_header_does_not_show(tmp_path, case):
+    name, content = SEPARATORS[case]
+    table = documents.load_table(str(write(tmp_path, {name: content}) / name), None)["train"]
+    assert list(table[0].values()) == ["x", "y, z"]
+
+
+def test_numbers_are_no_text(tmp_path, tokenizer):
+    """So the other column is the only one of texts, although CSV has no types."""
+    write(tmp_path, {"a.csv": "id,body\n" + "".join(f"{n},{words('b')}\n" for n in range(3))})
+    assert "This is b" in read(tmp_path, tokenizer)[0]
+
+
 STRAY = [f"{n},text {n}" for n in range(200)]
 STRAY[57], STRAY[120] = '57,"Text" 57', '120,"text 120'
 # A column that has nothing else for more than the 10 MB that are read at once, and then a string.
@@ -201,6 +228,8 @@ LATE = f'{{"text": "{"x" * 2**20}", "note": null}}\n' * 12 + '{"text": "end", "n
 REFUSED = [
     ({"a.jsonl": '{"id": "1", "messages": [{"role": "user"}]}\n'}, "give --text-column one of id."),
     ({"a.csv": "n,text\n1,hi\n2,x,y\n"}, "a.csv, from line 3 on: 3 fields, and the header has 2;"),
+    ({"a.csv": "text,text\na,b\n"}, "a.csv, from line 1 on: two columns are named 'text'; corr"),
+    ({"a.csv": "n;text\n", "b.csv": "n,text\n"}, "b.csv has another separator than"),
     ({"a.csv": "\n".join(STRAY)}, "a.csv, from line 58 on: ',' expected after '\"'; correct it."),
     ({"a.jsonl": '{"text": "\\ud83d"}\n'}, "has no usable data set (JSON parse error: The surroga"),
     ({"a.jsonl": TABLE, "b.jsonl": TABLE, "README.md": TWO}, "--dataset-subset one of ['one'"),

@@ -25,7 +25,7 @@ from common.inputs.names import cannot_load, check_hub_id, split_of
 from common.storage import fetch, is_remote
 
 if TYPE_CHECKING:
-    from datasets import DatasetDict, Features  # see _import_datasets
+    from datasets import Dataset, DatasetDict, Features  # see _import_datasets
 
 logger = logging.getLogger(__name__)
 
@@ -318,8 +318,8 @@ def load_local_table(path: Path, files: list[Path], name: str, subset: str | Non
         if table_format == "card":
             return datasets.load_dataset(str(path), subset, **options)
         tables = [file for file in files if format_of(file) == table_format]
-        if table_format == "csv":  # NA and None are texts; no column is an index
-            options.update(sep=check_csv(tables), keep_default_na=False, index_col=False)
+        if table_format == "csv":
+            options.update(csv_options(tables))
         by_split = split_files(path, tables) if path.is_dir() else {"train": tables}
         data_files = {
             split: [glob.escape(str(file.resolve())) for file in of_split]
@@ -364,30 +364,71 @@ def _load(name: str, load: Callable[[], object]) -> "DatasetDict":
     return table
 
 
-def check_csv(files: list[Path]) -> str:
-    """Return the separator of CSV files, which is the most frequent one of the first header.
+def csv_options(files: list[Path]) -> dict[str, object]:
+    """Return how the library must read CSV files so that each value is a text, as it is written.
 
-    Raises RunError for a row with more fields than the header, and for a quotation mark that does
-    not end its field: the library would read the following rows as one. Also if it is not UTF-8.
+    Otherwise it would guess: 007 would become 7, and NA nothing. Raises RunError if the files are
+    not as check_csv wants them.
     """
-    separator = ""
+    headers = [check_csv(file) for file in files]
+    first = headers[0]
+    for file, header in zip(files, headers, strict=True):
+        if (header.separator, header.skipped) != (first.separator, first.skipped):
+            raise RunError(f"{file} has another separator than {files[0]}: use the same one.")
+    import datasets
+
+    text = datasets.Value("string")
+    return {
+        "sep": first.separator,
+        "skiprows": first.skipped,
+        "features": datasets.Features(dict.fromkeys(first.columns, text)),
+        "keep_default_na": False,
+        "index_col": False,
+    }
+
+
+class Header(NamedTuple):
+    """The header of a CSV file. skipped: the lines before it."""
+
+    separator: str
+    columns: list[str]
+    skipped: int
+
+
+def check_csv(file: Path) -> Header:
+    """Return the header of a CSV file, after reading all of it.
+
+    The separator is the one that Excel names in a first line `sep=;`, a tab in a .tsv file, or the
+    most frequent one of the header. Raises RunError for two columns of one name, for a row with
+    more fields than the header, and for a quotation mark that does not end its field: the library
+    would read the following rows as one. Also if it is not UTF-8.
+    """
     csv.field_size_limit(2**31 - 1)
-    for file in files:
-        n_fields, line = 0, 1
-        try:
-            with open_file(file, encoding="utf-8-sig", newline="") as content:
-                header = content.readline()
-                outside_of_quotes = re.sub(r'"[^"]*"', "", header)
-                separator = separator or max(",;\t", key=outside_of_quotes.count)
-                rows = csv.reader(chain([header], content), delimiter=separator, strict=True)
-                for row in rows:
-                    n_fields = n_fields or len(row)
-                    if len(row) > n_fields:
-                        raise csv.Error(f"{len(row)} fields, and the header has {n_fields}")
-                    line = rows.line_num + 1  # where the next row begins
-        except (csv.Error, UnicodeError) as error:
-            raise RunError(f"{file}, from line {line} on: {error}; correct it.") from error
-    return separator
+    columns, line, skipped = [], 1, 0
+    try:
+        with open_file(file, encoding="utf-8-sig", newline="") as content:
+            header = content.readline()
+            named = re.fullmatch(r'"?sep=(.)"?\s*', header)
+            if named:
+                header, skipped = content.readline(), 1
+            outside_of_quotes = re.sub(r'"[^"]*"', "", header)
+            separator = max(",;\t", key=outside_of_quotes.count)
+            if named:
+                separator = named[1]
+            elif ".tsv" in file.suffixes[-2:]:
+                separator = "\t"
+            rows = csv.reader(chain([header], content), delimiter=separator, strict=True)
+            for row in rows:
+                if not columns:
+                    columns = row
+                    if twice := [name for name in row if row.count(name) > 1]:
+                        raise csv.Error(f"two columns are named {twice[0]!r}")
+                if len(row) > len(columns):
+                    raise csv.Error(f"{len(row)} fields, and the header has {len(columns)}")
+                line = skipped + rows.line_num + 1  # where the next row begins
+    except (csv.Error, UnicodeError) as error:
+        raise RunError(f"{file}, from line {line} on: {error}; correct it.") from error
+    return Header(separator, columns, skipped)
 
 
 def read_table(table: "DatasetDict", name: str, text_column: str | None) -> Iterator[Text]:
@@ -395,9 +436,8 @@ def read_table(table: "DatasetDict", name: str, text_column: str | None) -> Iter
 
     text_column: None chooses default_text_column. Raises RunError if there is no such column.
     """
-    features = table["train"].features
-    columns = string_columns(features)
-    column = text_column or default_text_column(features)
+    columns = string_columns(table["train"].features)
+    column = text_column or default_text_column(table["train"])
     if column not in columns:
         found = (
             f"give --text-column one of {', '.join(columns)}" if columns else "no column is text"
@@ -422,11 +462,27 @@ def string_columns(features: "Features") -> list[str]:
     return [name for name, feature in features.items() if "string" in _type_of(feature)]
 
 
-def default_text_column(features: "Features") -> str:
-    """Return the only column of strings, if the table has no lists, or else "text"."""
-    columns = string_columns(features)
-    has_lists = any(_type_of(feature) == "list" for feature in features.values())
-    return columns[0] if len(columns) == 1 and not has_lists else "text"
+def default_text_column(table: "Dataset") -> str:
+    """Return "text" or, if a table without lists has no such column, the only column of texts.
+
+    In a CSV file each column is one of strings; those whose first values are numbers do not count.
+    """
+    columns = string_columns(table.features)
+    has_lists = any(_type_of(feature) == "list" for feature in table.features.values())
+    if "text" not in columns and not has_lists:
+        first_rows = table[:100]
+        columns = [name for name in columns if not all(map(_is_number, first_rows[name]))]
+        if len(columns) == 1:
+            return columns[0]
+    return "text"
+
+
+def _is_number(text: str | None) -> bool:
+    try:
+        float(text or "0")
+    except ValueError:
+        return False
+    return True
 
 
 def _type_of(feature: object) -> str:
