@@ -236,6 +236,14 @@ class Checkpoints:
             path = complete[max(complete)]
             return path, read_settings(path)
         noted = self.run_dir / "newest"
+        incomplete = list(_folders(folder).values())
+        # A kill in the first save leaves one folder and no note. Others were complete once, and
+        # what they hold must not be deleted.
+        if len(incomplete) > 1 or (incomplete and noted.exists()):
+            raise RunError(
+                f"{incomplete[-1]} has no file .metadata, without which it is no complete "
+                "checkpoint: copy it again with its hidden files (cp -a), or give another -e."
+            )
         if noted.exists():
             raise RunError(
                 f"{folder} has no complete checkpoint, but the run has saved "

@@ -30,6 +30,8 @@ from helpers import (
     plant,
     read_metrics,
     register,
+    write_corpus,
+    write_narrow,
 )
 from torch.distributed.checkpoint import filesystem
 from torch.optim.lr_scheduler import LambdaLR
@@ -98,6 +100,24 @@ def test_planted_bug_is_noticed(runs, train, monkeypatch, tmp_path, name):
 SEED = '    add("--seed", default=0,'
 NEW_FLAG = [(SEED, f'    add("--new-flag", default=0, type=at_least(0), help="new")\n{SEED}')]
 register(CHAPTERS[0], NEW_FLAG)
+
+
+@pytest.mark.parametrize("left_out", [(".metadata",), (".metadata", "newest")])
+def test_a_copy_without_hidden_files_is_refused_and_kept(train, tmp_path, left_out):
+    """Not trained from step 1, with a clean-up that deletes the only data of the run."""
+    words = ("-d", write_corpus(tmp_path), "-m", write_narrow(tmp_path / "model", "gpt2-tiny"))
+    words += ("--tokenizer-name", "gpt2-tiny", "-s", 16, "-b", 2, "--global-batch-size", 2)
+    words += ("--max-steps", 4, "--log-freq", 2, "--ckpt-freq", 2)
+    train(*words)
+    run_dir = tmp_path / "run"
+    for name in left_out:
+        for path in list(run_dir.rglob(name)):
+            path.unlink()
+    before = sorted(run_dir.rglob("*.distcp"))
+    assert {path.parent.name for path in before} == {"step-00000002", "step-00000004"}
+    with pytest.raises(RunError, match=r"step-00000004 has no file \.metadata, without which"):
+        train(*words)
+    assert sorted(run_dir.rglob("*.distcp")) == before
 
 
 def test_a_flag_that_nobody_has_listed_is_fixed(train, tmp_path):
