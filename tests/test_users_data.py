@@ -225,6 +225,7 @@ STRAY = [f"{n},text {n}" for n in range(200)]
 STRAY[57], STRAY[120] = '57,"Text" 57', '120,"text 120'
 # A column that has nothing else for more than the 10 MB that are read at once, and then a string.
 LATE = f'{{"text": "{"x" * 2**20}", "note": null}}\n' * 12 + '{"text": "end", "note": "a"}\n'
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 132735\n"
 REFUSED = [
     ({"a.jsonl": '{"id": "1", "messages": [{"role": "user"}]}\n'}, "give --text-column one of id."),
     ({"a.csv": "n,text\n1,hi\n2,x,y\n"}, "a.csv, from line 3 on: 3 fields, and the header has 2;"),
@@ -236,6 +237,14 @@ REFUSED = [
     ({"a.txt.zst": b"\x28\xb5\x2f\xfd"}, "has no file that ends in one of: .txt"),
     ({"a.jsonl": TABLE + '{"text": "cut off'}, "usable data set (JSON parse error: Missing"),
     ({"a.jsonl": LATE}, "to null): check or replace its files, or keep only the text column."),
+    ({"a.txt": words("a"), "b.txt": POINTER}, "b.txt is only a pointer of Git LFS: get the files"),
+    ({"a.csv": POINTER}, "a.csv is only a pointer of Git LFS"),
+    ({"a.parquet": POINTER}, "a.parquet is only a pointer of Git LFS"),
+    (
+        {"a.txt": words("a").encode("utf-16-le")},
+        "a.txt has NUL characters, so it is no text, or",
+    ),
+    ({"a.txt": words("a") + "\0" * 100}, "a.txt has NUL characters"),
     ({"a.txt": b"one \xff word"}, "UTF-8"),
     ({"a.csv": b"text\nB\xe4ume\n"}, "UTF-8"),
     ({"a.json": b'["B\xe4ume"]'}, "UTF-8"),
@@ -251,6 +260,14 @@ def test_data_that_is_refused(tmp_path, tokenizer, files, reason):
     sentence = str(error.value)
     assert reason.lower() in sentence.lower()  # the libraries write UTF-8 and utf-8
     assert "\n" not in sentence and len(sentence) < 500
+
+
+def test_a_separator_in_a_text_is_named_in_a_warning(tmp_path, tokenizer, caplog):
+    """It is read as text: the model would learn to write it, and never stop."""
+    stories = "\n<|endoftext|>\n".join(words(str(n)) for n in range(5))
+    read(write(tmp_path, {"a.txt": stories, "b.txt": words("b")}), tokenizer)
+    (warning,) = [each for each in caplog.records if each.levelname == "WARNING"]
+    assert warning.message.startswith("<|endoftext|> stands in 1 texts, or pieces of large ones")
 
 
 def test_a_link_to_a_folder_above_adds_no_file_twice(tmp_path):

@@ -45,6 +45,7 @@ NOT_CODE = re.compile(
     r"(^|/)(site-packages|dist-packages|tests?|idle_test|idlelib|lib2to3|pydoc_data|encodings"
     r"|__pycache__|config-[^/]*)/|(^|/)_sysconfigdata[^/]*$"
 )
+POINTER_OF_LFS = b"version https://git-lfs.github.com/spec/"
 PIECE_CHARACTERS = 2**20  # a text file is read in pieces, so a large one needs little memory
 ROWS_AT_ONCE = 64  # of a table, in memory
 EVAL_ONE_IN = 20  # without a validation split, one document in 20 is used for evaluation
@@ -100,6 +101,7 @@ def find_documents(name: str, subset: str | None, text_column: str | None) -> Do
         versions = sorted((split, rows._fingerprint) for split, rows in table.items())
         return Documents(f"{versions} {text_column}", lambda: read_table(table, name, text_column))
     files = list_files(path)
+    refuse_pointers(files)
     if format_of_all(path, files) == "text":
         texts = split_files(path, [file for file in files if format_of(file) == "text"])
         return _as_documents(name, texts, subset, text_column)
@@ -224,6 +226,17 @@ def fingerprint(files: list[Path]) -> str:
     return hashlib.sha256(repr(facts).encode()).hexdigest()
 
 
+def refuse_pointers(files: list[Path]) -> None:
+    """Raise RunError if a file is only a pointer to its content, as in a clone without Git LFS."""
+    for file in files:
+        if format_of(file) is None or not file.exists() or file.stat().st_size > 1024:
+            continue
+        if file.read_bytes().startswith(POINTER_OF_LFS):
+            raise RunError(
+                f"{file} is only a pointer of Git LFS: get the files themselves with git lfs pull."
+            )
+
+
 def open_file(file: Path, mode: str = "rt", **options: str) -> IO:
     """Open a file that may be compressed."""
     local = fsspec.filesystem("file")
@@ -249,12 +262,17 @@ def read_texts(files: dict[str, list[Path]]) -> Iterator[Text]:
                 with open_file(file, encoding="utf-8-sig") as content:  # \r\n becomes \n
                     piece = _read_piece(content)
                     while piece:
+                        if "\0" in piece:
+                            raise RunError(
+                                f"{file} has NUL characters, so it is no text, or not in UTF-8: "
+                                "convert it to UTF-8, or leave it out."
+                            )
                         following = _read_piece(content)
                         yield from divide(piece, held_out, not following, rule)
                         piece = following
             except UnicodeError as error:
                 raise RunError(f"{file} is not UTF-8 ({error}): convert it to UTF-8.") from error
-            except PermissionError:
+            except (RunError, PermissionError):
                 raise
             except Exception as error:  # each kind of compression has its own
                 raise cannot_load("text", str(file), error) from error
@@ -303,6 +321,7 @@ def load_local_table(path: Path, files: list[Path], name: str, subset: str | Non
     files: from list_files. name: what the reader calls it, for messages.
     """
     datasets = _import_datasets()
+    refuse_pointers(files)
     table_format = format_of_all(path, files)
     if subset and table_format != "card":
         raise RunError(
