@@ -4,6 +4,7 @@ python 01-single-gpu/train_tokenizer.py my-tokenizer
 """
 
 import argparse
+import os
 from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
@@ -66,7 +67,10 @@ def main() -> None:
     tokenizer = train(args.kind, args.vocab_size, args.min_frequency, read(held_out=False))
     counts = measure(tokenizer, read(held_out=True))
 
-    tokenizer.save_pretrained(target)
+    # The folder gets its name when it is complete: whoever finds it can use it.
+    unfinished = target.with_name(f".{target.name}-{os.getpid()}")
+    tokenizer.save_pretrained(unfinished)
+    unfinished.rename(target)
     known_tokens = 1 - counts["unknown tokens"] / counts["tokens"]
     known_characters = 1 - counts["unknown characters"] / evaluated_on
     print(

@@ -9,8 +9,9 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from helpers import ROOT
+from helpers import ROOT, write_corpus
 from runner import load_script
+from transformers import PreTrainedTokenizerFast
 
 from common.errors import RunError
 from common.inputs import models
@@ -113,6 +114,21 @@ def train_on_all(script) -> None:
         return Documents(key, lambda: (t for x in read() for t in {x, x._replace(held_out=False)}))
 
     script.find_documents = find_with_leak
+
+
+def test_a_tokenizer_that_could_not_be_written_is_not_there(run_main, tmp_path, monkeypatch):
+    """The next start of pipeline.sbatch would use a half of one."""
+    save = PreTrainedTokenizerFast.save_pretrained
+
+    def save_and_fail(tokenizer, folder: Path) -> None:
+        save(tokenizer, folder)
+        raise OSError(28, "No space left on device")
+
+    corpus = write_corpus(tmp_path)
+    monkeypatch.setattr(PreTrainedTokenizerFast, "save_pretrained", save_and_fail)
+    with pytest.raises(OSError):
+        run_main(SCRIPT, tmp_path / "tokenizer", "-d", corpus, "--kind", "word")
+    assert not (tmp_path / "tokenizer").exists()
 
 
 def test_it_learns_from_the_training_part_alone(run_main, tmp_path):
