@@ -8,6 +8,7 @@ import json
 import signal
 import sys
 from collections.abc import Iterator
+from itertools import takewhile
 from pathlib import Path
 
 import torch
@@ -19,7 +20,7 @@ from common.errors import RunError
 from common.inputs.models import NO_MASK, n_positions
 
 from chat import encode_chat, hide_special_tokens
-from trained_model import TrainedModel, check_output, load_trained
+from trained_model import TrainedModel, check_output, load_trained, stop_tokens
 
 
 def get_args() -> argparse.Namespace:
@@ -69,7 +70,10 @@ def main() -> None:
         )
     if model.config._attn_implementation == NO_MASK:  # which ignores the padding mask
         model.set_attn_implementation("sdpa")
-    # This replaces the generation settings of a model folder.
+    stops = stop_tokens(model, tokenizer)
+    # These ids are no tokens. The vocabulary can have gaps, and is often rounded up.
+    unused = set(range(model.config.vocab_size)) - set(tokenizer.get_vocab().values())
+    # This replaces the other generation settings of a model folder.
     sampling = {"temperature": args.temperature, "top_k": args.top_k, "top_p": args.top_p}
     model.generation_config = GenerationConfig(
         do_sample=not greedy,
@@ -77,9 +81,9 @@ def main() -> None:
         repetition_penalty=args.repetition_penalty,
         max_new_tokens=args.max_new_tokens,
         use_cache=not args.no_cache,
-        eos_token_id=tokenizer.eos_token_id,  # ends each document of the training data
+        eos_token_id=stops,
         pad_token_id=tokenizer.eos_token_id,  # after a text that ends early
-        suppress_tokens=[*range(len(tokenizer), model.config.vocab_size)] or None,  # unused ids
+        suppress_tokens=sorted(unused) or None,
         remove_invalid_values=True,  # in case a diverged model gives NaN
     )
     how = "greedy: always the most likely token" if greedy else f"sampled with seed {args.seed}"
@@ -115,7 +119,8 @@ def read_prompts(args: argparse.Namespace) -> list[str]:
 
 def answer(prompts: list[str], trained: TrainedModel, args: argparse.Namespace) -> Iterator[dict]:
     """Yield a record of each generated text. Raises RunError for a prompt that is too long."""
-    model, tokenizer, end = trained.model, trained.tokenizer, trained.tokenizer.eos_token_id
+    model, tokenizer = trained.model, trained.tokenizer
+    stops = model.generation_config.eos_token_id
     positions = n_positions(model.config)
     rows = []
     for prompt in prompts:
@@ -132,7 +137,7 @@ def answer(prompts: list[str], trained: TrainedModel, args: argparse.Namespace) 
         input_ids, mask = (tensor.to(model.device) for tensor in pad(batch))
         tokens = model.generate(input_ids, attention_mask=mask)[:, input_ids.shape[1] :]
         for number, (ids, new) in enumerate(zip(batch, tokens.tolist(), strict=True), start):
-            new = new[: new.index(end)] if end in new else new
+            new = list(takewhile(lambda token: token not in stops, new))
             prompt, sample = divmod(number, args.num_samples)
             text = tokenizer.decode(new if args.chat else ids + new, skip_special_tokens=True)
             yield {

@@ -1,13 +1,19 @@
 """A trained model: from a run's checkpoint, a folder of weights, or the hub."""
 
 import os
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import (
+    AutoModelForCausalLM,
+    GenerationConfig,
+    PreTrainedModel,
+    PreTrainedTokenizerBase,
+)
 from transformers.utils.logging import disable_progress_bar
 
 from common import checkpoint
@@ -81,6 +87,22 @@ def begin_token(tokenizer: PreTrainedTokenizerBase) -> int | None:
     return first if first == tokenizer.bos_token_id else None
 
 
+def stop_tokens(model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Return the ids of the tokens that end a text, first the end-of-text token of the tokenizer.
+
+    A chat model may end its answers with another token, which its config.json or its
+    generation_config.json names. Only tokens that were added to the vocabulary count: in the
+    vocabulary of another tokenizer, the same id can be a piece of text.
+    """
+    stops = [tokenizer.eos_token_id]
+    for settings in (model.config, model.generation_config):
+        named = getattr(settings, "eos_token_id", None)
+        for token in named if isinstance(named, list) else [named]:
+            if token in tokenizer.added_tokens_decoder and token not in stops:
+                stops.append(token)
+    return stops
+
+
 def _load_run(
     saved: SavedCheckpoint, model_name: str | None, tokenizer_name: str | None
 ) -> TrainedModel:
@@ -93,6 +115,7 @@ def _load_run(
         state_dict=weights,
         dtype=dtype,
     )
+    model.generation_config = on_meta.generation_config
     settings = saved.settings
     seq_length, checksum = settings["seq_length"], settings["dataset_checksum"]
     return TrainedModel(model.eval(), tokenizer, origin, seq_length, checksum, settings["sources"])
@@ -137,6 +160,7 @@ def load_weights(
 
     model_name, tokenizer_name: None for those of the run. dtype: of the parameters. Tied weights
     occur once; buffers that no checkpoint contains are left out. The optimizer state is not read.
+    The model has the generation settings of the model that the run started from, if it has any.
     Raises RunError if a file is missing or damaged, or if the names do not match the checkpoint.
     """
     sources = saved.settings["sources"]
@@ -146,6 +170,8 @@ def load_weights(
     config = models.load_config(model_name, tokenizer)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    with suppress(OSError, ValueError):
+        model.generation_config = GenerationConfig.from_pretrained(config.name_or_path)
     if other := checkpoint.difference(saved.settings, checkpoint.describe(config)):
         raise RunError(f"{saved.path} has {other}: give the run's own -m and --tokenizer-name.")
     persistent = model.state_dict().keys()

@@ -7,7 +7,6 @@ import argparse
 import shlex
 import sys
 import tempfile
-from contextlib import suppress
 from pathlib import Path
 
 import torch
@@ -21,7 +20,7 @@ from common.errors import RunError
 from common.storage import as_path
 
 sys.path.append(str(Path(__file__).resolve().parents[1] / "01-single-gpu"))
-from trained_model import begin_token, find_saved, load_weights
+from trained_model import begin_token, find_saved, load_weights, stop_tokens
 
 
 def get_args() -> argparse.Namespace:
@@ -53,18 +52,23 @@ def main() -> None:
     model, weights, tokenizer, origin = load_weights(
         saved, args.model_name, args.tokenizer_name, getattr(torch, dtype)
     )
-    # Training turns this off, and the model has copied it into its generation settings.
-    model.config.use_cache = model.generation_config.use_cache = True
     model.load_state_dict(weights, strict=False, assign=True)  # assign: without a copy
     model.tie_weights()
     assert not any(tensor.is_meta for tensor in model.state_dict().values())
     if begin_token(tokenizer) is not None:
         tokenizer.add_bos_token = False  # as the model was trained
-    # Keeps the generation settings of the original model: end tokens, temperature.
-    with suppress(OSError, ValueError):
-        generation_config = GenerationConfig.from_pretrained(model.config.name_or_path)
-        generation_config.validate(strict=True)  # save_pretrained() does the same
-        model.generation_config = generation_config
+    model.config.use_cache = True  # training turns this off
+    # transformers and inference servers stop at these tokens. The run's tokenizer may be another
+    # one than that of the original model.
+    stops = stop_tokens(model, tokenizer)
+    model.config.eos_token_id = tokenizer.eos_token_id
+    # Keeps the generation settings of the original model, such as its temperature.
+    try:
+        model.generation_config.validate(strict=True)  # save_pretrained() does the same
+    except ValueError:
+        model.generation_config = GenerationConfig.from_model_config(model.config)
+    model.generation_config.use_cache = True  # a model without such settings has copied it
+    model.generation_config.eos_token_id = stops if len(stops) > 1 else stops[0]
 
     # --- folder ---
     # A rename at the end, so the target is complete if it exists, even if the process is killed.

@@ -15,7 +15,7 @@ from runner import finish, start
 from safetensors.torch import load_file
 from tokenizers.processors import TemplateProcessing
 from torch import nn
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from common.inputs import models
 
@@ -108,6 +108,35 @@ def test_tokenizer_and_settings_come_back(run, export, tmp_path):
     model = AutoModelForCausalLM.from_pretrained(folder)
     assert model.generation_config.eos_token_id == 0
     assert model.config.use_cache and model.generation_config.use_cache
+
+
+@pytest.mark.check
+@pytest.mark.parametrize(
+    ("stops", "expected"), [(2, 0), ([2, 3], 0), (None, 0), ([3, 4095], [0, 4095])]
+)
+def test_end_tokens_are_those_of_the_tokenizer(export, tmp_path, stops, expected):
+    """The model had another vocabulary, in which token 2 was the end; here it is a quote.
+
+    4095 is an added token: it ends the turns of a chat.
+    """
+    folder = tmp_path / "original"
+    tokenizer = models.load_tokenizer("gpt2-tiny")
+    assert tokenizer.eos_token_id == 0 and tokenizer.decode(2) == '"'
+    tokenizer.add_special_tokens({"extra_special_tokens": [tokenizer.convert_ids_to_tokens(4095)]})
+    tokenizer.save_pretrained(folder)
+    config = models.load_config("gpt2-tiny")
+    config.eos_token_id = 2
+    model = AutoModelForCausalLM.from_config(config)
+    if stops is None:
+        config.save_pretrained(folder)
+    else:
+        model.generation_config = GenerationConfig(eos_token_id=stops, do_sample=True, top_k=7)
+        model.save_pretrained(folder)
+    save_run(tmp_path / "run", model, 7, str(folder))
+    export(tmp_path / "run", tmp_path / "model")
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "model")
+    assert found.config.eos_token_id == 0 and found.generation_config.eos_token_id == expected
+    assert found.generation_config.top_k == (None if stops is None else 7)
 
 
 @pytest.mark.ci

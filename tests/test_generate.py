@@ -2,7 +2,7 @@
 
 import json
 from collections.abc import Callable
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 
 import pytest
@@ -14,6 +14,7 @@ from torch import nn
 from transformers import (
     AutoModelForCausalLM,
     DynamicCache,
+    GenerationConfig,
     PreTrainedModel,
     RepetitionPenaltyLogitsProcessor,
 )
@@ -135,6 +136,63 @@ def test_a_chat_begins_once(saved):
     assert tokenizer(rendered)["input_ids"][:2] == [trained.begin] * 2
     ids = load_script(SCRIPT).encode_prompt("def", trained, chat=True)
     assert ids == [trained.begin, *tokenizer("def", add_special_tokens=False)["input_ids"]]
+
+
+# --- what ends a text ---
+
+END, TURN = 4159, 4100  # of a tokenizer with 4098 tokens
+
+
+def write_chat_model(folder: Path, words: list[int], stops: int | list[int]) -> Path:
+    """Write a model that always says these tokens, one after the other.
+
+    stops: what generation_config.json says. The tokenizer has a gap in its ids: the end-of-text
+    token is END, and a turn of a chat can end with TURN.
+    """
+    models.load_tokenizer("gpt2-tiny").save_pretrained(folder)
+    content = json.loads((folder / "tokenizer.json").read_text())
+    added, vocabulary = content["added_tokens"], content["model"]["vocab"]
+    for name, number in (("<turn>", TURN), ("<end>", END)):
+        vocabulary[name] = number
+        added.append(added[0] | {"content": name, "id": number})
+    (folder / "tokenizer.json").write_text(json.dumps(content))
+    settings = json.loads((folder / "tokenizer_config.json").read_text())
+    settings["eos_token"] = "<end>"
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    config = models.load_config("gpt2-tiny")
+    config.vocab_size, config.eos_token_id, config.tie_word_embeddings = END + 1, END, False
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config)
+    embedding = model.transformer.wte.weight.data
+    for name, parameter in model.named_parameters():  # only the last token decides
+        if ".h." in name or ".wpe." in name or name == "lm_head.weight":
+            parameter.data.zero_()
+    last = models.load_tokenizer(str(folder)).encode("\n")[-1]  # of each prompt
+    for before, after in pairwise([last, *words]):
+        model.lm_head.weight.data[after] = embedding[before]
+    model.generation_config = GenerationConfig(eos_token_id=stops)
+    model.save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.check
+@pytest.mark.parametrize(
+    ("words", "stops"),
+    [([7, END, 9], END), ([7, TURN, 9], [END, TURN]), ([7, TURN, 9], TURN)],
+    ids=["a gap before the end", "the end of a turn", "another end"],
+)
+def test_a_text_stops_at_each_end(ask, tmp_path, words, stops):
+    """Of a folder and of a run that started from it; the end tokens are no part of the text."""
+    folder = write_chat_model(tmp_path / "model", words, stops)
+    tokenizer = models.load_tokenizer(str(folder))
+    assert len(tokenizer) == 4098 and tokenizer.eos_token_id == END
+    model = models.load_pretrained(str(folder), models.load_config(str(folder), tokenizer))
+    save_run(tmp_path / "run", model, 7, str(folder))
+    for trained in ("model", "run"):
+        for args in (("--chat", "-p", "def"), ("-p", "def\n")):
+            (found,) = ask(tmp_path / trained, *args, *GREEDY, "--max-new-tokens", 3)
+            assert found["new_tokens"] == 1, (trained, args)
+    assert found["text"] == "def\n" + tokenizer.decode(7)
 
 
 def no_mask(script) -> None:
