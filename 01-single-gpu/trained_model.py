@@ -26,7 +26,7 @@ class TrainedModel(NamedTuple):
     """A model on the CPU. Its attention ignores padding (see causal_attention).
 
     origin: what it was loaded from, in words. Of a run, seq_length is the one of its training,
-    checksum is that of its training tokens, and sources are the names of its data set, model and
+    checksum is that of its training tokens, and sources has the names of its data set, model and
     tokenizer (see fixed_settings). sources is empty if it is unknown what the model was trained on.
     begin is the token to put before each document, or None: a run is trained without one.
     """
@@ -174,6 +174,12 @@ def load_weights(
         model.generation_config = GenerationConfig.from_pretrained(config.name_or_path)
     if other := checkpoint.difference(saved.settings, checkpoint.describe(config)):
         raise RunError(f"{saved.path} has {other}: give the run's own -m and --tokenizer-name.")
+    expected = sources.get("tokenizer_checksum")  # older checkpoints have none
+    if expected and models.tokenizer_checksum(tokenizer) != expected:
+        raise RunError(
+            f"{saved.path} was trained with another tokenizer than {tokenizer_name} is now: give "
+            "--tokenizer-name a copy of the run's own."
+        )
     persistent = model.state_dict().keys()
     weights = {
         name: torch.empty(

@@ -91,7 +91,8 @@ def fixed_settings(
     the command line left open, such as --lr, --warmup-steps and --seq-length.
     model: without a wrapper such as DDP; it is described by its configuration. A data set is
     identified by a checksum of its tokens. "sources" has the names of data set, model and
-    tokenizer, which may change; local paths are absolute.
+    tokenizer, which may change; local paths are absolute. It also has a checksum of the tokenizer,
+    for scripts that use a checkpoint without its tokens; a resumed run compares the tokens.
     of_variant: what a variant of a script computes in another way, by name; a script without such
     an entry refuses to resume the run. None stands for an argument of a variant that may change.
     """
@@ -99,6 +100,7 @@ def fixed_settings(
     for name, value in sources.items():
         if value and Path(value).exists():
             sources[name] = str(Path(value).absolute())
+    sources["tokenizer_checksum"] = train_data.tokenizer_checksum
     entries = {name: value for name, value in of_variant.items() if value is not None}
     settings = {
         "dataset_checksum": train_data.digest,

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from common.errors import RunError
 from common.inputs.documents import Text, find_documents
-from common.inputs.models import vocabulary_size
+from common.inputs.models import tokenizer_checksum, vocabulary_size
 from common.inputs.token_files import Tokens, find_token_files, open_token_files
 from common.storage import cached_folder
 
@@ -55,6 +55,7 @@ def load_sequences(
                 f"The {part} part of {args.dataset_name} is shorter than one sequence of "
                 f"{args.seq_length} tokens: give more text or a smaller --seq-length."
             )
+        sequences.tokenizer_checksum = tokenizer_checksum(tokenizer)
     return train, evaluation
 
 
@@ -174,6 +175,8 @@ class Sequences(Dataset):
 
     tokens: each of its streams is cut into sequences, and the rest of the stream is left out.
     """
+
+    tokenizer_checksum: str | None = None  # of the tokenizer of load_sequences
 
     def __init__(self, tokens: Tokens, seq_length: int) -> None:
         self.streams, self.digest, self.tokens_per_byte = tokens

@@ -167,6 +167,40 @@ def test_ranks_give_the_same_number(world_size, evaluate, saved, tmp_path):
     assert re.match(sentence, stderr.read_text().splitlines()[-1])
 
 
+# --- another tokenizer ---
+
+
+@pytest.mark.ci
+def test_a_tokenizer_that_was_made_again_is_refused(
+    evaluate, refuse, run_main, train, saved, tmp_path
+):
+    """It has as many tokens as the run's own, in the same folder, but other ones.
+
+    A copy of the run's own is accepted elsewhere. A checkpoint of an earlier version, which knows
+    no tokenizer, is read and resumed.
+    """
+    letters = save_letters(tmp_path / "letters", "abcdefgh \n")
+    own = shutil.copytree(letters, tmp_path / "own")
+    args = ["-d", saved / "table.csv", "--text-column", "body", "--tokenizer-name", letters]
+    args += ["-s", 32, "--global-batch-size", 6, "--max-steps", 2, "--log-freq", 1]
+    losses = train(*args)
+    run = tmp_path / "run"
+    save_letters(letters, "hgfedcba \n")
+    generate, export = ROOT / "01-single-gpu/generate.py", ROOT / "04-fsdp/export.py"
+    uses = [(SCRIPT, ()), (generate, ("-p", "abc")), (export, (tmp_path / "model",))]
+    for script, options in uses:
+        assert "was trained with another tokenizer than" in refuse(script, run, *options)
+    out, _ = run_main(generate, run, "-p", "abc", "--tokenizer-name", own)
+    assert out.startswith("a b c ")
+    (file,) = run.glob("checkpoints/*/settings.json")
+    settings = json.loads(file.read_text())
+    assert len(settings["sources"].pop("tokenizer_checksum")) == 16
+    file.write_text(json.dumps(settings))
+    run_main(generate, run, "-p", "abc")
+    save_letters(letters, "abcdefgh \n")
+    assert train(*args) == losses, "it is complete, and nothing is repeated"
+
+
 # --- parts of a text ---
 
 

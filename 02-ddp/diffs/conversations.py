@@ -18,6 +18,7 @@ from transformers import PreTrainedTokenizerBase
 from common.data import IGNORED
 from common.errors import RunError
 from common.inputs.documents import BUILT_IN, NOT_CODE, is_held_out, load_table
+from common.inputs.models import tokenizer_checksum
 from common.variants import ROOT
 
 sys.path.append(str(ROOT / "01-single-gpu"))
@@ -35,10 +36,12 @@ class Conversations(Dataset):
     """Packed sequences. Item: a tensor for each of KEYS, int64 [seq_length].
 
     rows: int32 [sequences, 3, seq_length]. tokens_per_byte: of the answers, for bits per byte.
+    tokenizer_checksum: of the tokenizer that made the tokens.
     """
 
     rows: torch.Tensor
     tokens_per_byte: float
+    tokenizer_checksum: str | None = None
 
     @property
     def digest(self) -> str:
@@ -88,7 +91,8 @@ def load_conversations(
         labels = rows[:, KEYS.index("labels")]
         answers = labels[labels != IGNORED]
         n_bytes = len(tokenizer.decode(answers, skip_special_tokens=True).encode())
-        parts.append(Conversations(rows, len(answers) / n_bytes))
+        checksum = tokenizer_checksum(tokenizer)
+        parts.append(Conversations(rows, len(answers) / n_bytes, checksum))
         n_tokens = sum(len(input_ids) for input_ids, _ in fitting)
         described.append(
             f"{len(fitting):,} conversations, {len(answers) / n_tokens:.0%} of the tokens are "

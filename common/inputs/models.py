@@ -1,5 +1,6 @@
 """Models: configuration, tokenizer, weights and attention."""
 
+import hashlib
 import json
 import logging
 import math
@@ -172,6 +173,17 @@ def _has_rules_of(file: Path, tokenizer: PreTrainedTokenizerBase) -> bool:
 def vocabulary_size(tokenizer: PreTrainedTokenizerBase) -> int:
     """Return how many embeddings the tokens need; numbers may be left out, so len() can be less."""
     return max(tokenizer.get_vocab().values()) + 1
+
+
+def tokenizer_checksum(tokenizer: PreTrainedTokenizerBase) -> str:
+    """Return a checksum of the tokens with their ids, and of the rules that split a text.
+
+    The rules that add special tokens are left out: no script that trains uses them.
+    """
+    rules = json.loads(tokenizer.backend_tokenizer.to_str())
+    added = {number: str(token) for number, token in tokenizer.added_tokens_decoder.items()}
+    facts = [rules["normalizer"], rules["pre_tokenizer"], rules["model"], sorted(added.items())]
+    return hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:16]
 
 
 def n_positions(config: PretrainedConfig) -> float:
