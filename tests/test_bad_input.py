@@ -240,6 +240,42 @@ def test_weights_that_are_not_those_of_the_configuration(refuse, folder, cut):
         models.load_pretrained(str(folder / "model"), None, AutoModelForSequenceClassification)
 
 
+def write_weights(folder: Path, **changes: torch.Tensor) -> None:
+    """Add tensors to the file of a model."""
+    file = folder / "model/model.safetensors"
+    save_file(load_file(file) | changes, file, metadata={"format": "pt"})
+
+
+HEAD, EMBEDDING = "lm_head.weight", "transformer.wte.weight"
+
+
+@pytest.mark.parametrize("n_layer", [2, 1])
+def test_weights_that_the_configuration_does_not_have(refuse, folder, n_layer):
+    """transformers would drop a bias of another model, or a layer, silently."""
+    write_weights(folder, **{"transformer.h.0.attn.gate": torch.ones(32)} if n_layer == 2 else {})
+    config = folder / "model/config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"n_layer": n_layer}))
+    unused = "transformer.h.0.attn.gate" if n_layer == 2 else "transformer.h.1.attn.c_attn.weight"
+    assert f"have {unused}, which the model of config.json does not have" in refuse(*PRETRAINED)
+    models.load_pretrained(str(folder / "model"), None, AutoModelForSequenceClassification)
+
+
+def test_a_head_that_the_configuration_ties(refuse, folder):
+    """One with other values than the embeddings is refused; a copy of the embeddings is not."""
+    name, config = str(folder / "model"), folder / "model/config.json"
+    embedding = load_file(folder / "model/model.safetensors")[EMBEDDING]
+    write_weights(folder, **{HEAD: embedding.clone()})
+    model = models.load_pretrained(name, models.load_config(name))
+    assert model.lm_head.weight is model.transformer.wte.weight
+    write_weights(folder, **{HEAD: -embedding})
+    said = refuse(*PRETRAINED)
+    assert f"have their own {HEAD}, but config.json ties it to the embeddings: set tie_" in said
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"tie_word_embeddings": False}))
+    model = models.load_pretrained(name, models.load_config(name))
+    assert torch.equal(model.lm_head.weight, -embedding)
+    assert torch.equal(model.transformer.wte.weight, embedding)
+
+
 # --- what is not refused ---
 
 
@@ -250,6 +286,7 @@ def test_a_new_head_and_tied_weights_are_not_missing(folder):
     assert "lm_head.weight" not in weights
     old = {key.removeprefix("transformer."): tensor for key, tensor in weights.items()}
     old |= {f"h.{n}.attn.bias": torch.ones(1, 1, 128, 128).tril() for n in range(2)}
+    old |= {f"h.{n}.attn.masked_bias": torch.tensor(-1e4) for n in range(2)}
     for stored in (old, weights):
         save_file(stored, file, metadata={"format": "pt"})
         model = models.load_pretrained(name, models.load_config(name))

@@ -41,6 +41,8 @@ NOT_CAUSAL = (
     *("pegasus", "plbart", "prophetnet", "trocr", "whisper", "cpmant", "xlm", "xlnet"),
     *("big_bird", "doge", "megatron-bert", "rembert", "roformer"),  # with transformers 5.17
 )
+# Masks and positions, which earlier releases of transformers saved with the weights.
+BUFFERS_OF_OLD_FILES = ("masked_bias", "causal_mask", "inv_freq", "position_ids")
 POSITIONS = ("max_position_embeddings", "n_positions", "max_seq_len", "max_sequence_length")
 
 
@@ -208,8 +210,9 @@ def load_pretrained(
 ) -> PreTrainedModel:
     """Load a model with its pretrained weights, in float32, on the CPU.
 
-    model_class: another class; its head need not be in the files. Raises RunError for a preset,
-    which has no weights, and if the weights cannot be loaded.
+    model_class: another class; its head need not be in the files, and the files may have another
+    head. Raises RunError for a preset, which has no weights, if the weights cannot be loaded, and
+    if they are not those of the configuration: transformers would draw or drop what differs.
     """
     if name in PRESET_NAMES:
         remedy = "leave out --pretrained, or give a hub id such as -m openai-community/gpt2"
@@ -232,8 +235,26 @@ def load_pretrained(
             f"The weights of {name} have no {lost[0]} of the right shape: get all files that match "
             "config.json, or leave out --pretrained."
         )
+    unused = {
+        key
+        for key in report["unexpected_keys"] - dict(model.named_buffers()).keys()
+        if key.rpartition(".")[2] not in BUFFERS_OF_OLD_FILES
+    }
+    if model_class is AutoModelForCausalLM and unused:
+        raise RunError(
+            f"The weights of {name} have {min(unused)}, which the model of config.json does not "
+            "have: get the config.json that matches them, or leave out --pretrained."
+        )
     with torch.device("meta"):
         untrained = type(model)(model.config)
+    # transformers does not tie a head that is in the files and differs from the embeddings. But it
+    # ties the head of the model without weights, into which a script reads a run's checkpoint.
+    tied = dict(model.named_parameters()).keys() - dict(untrained.named_parameters()).keys()
+    if tied:
+        raise RunError(
+            f"The weights of {name} have their own {min(tied)}, but config.json ties it to the "
+            "embeddings: set tie_word_embeddings to false there, or leave out --pretrained."
+        )
     for key, parameter in untrained.named_parameters():  # from_pretrained would train them all
         model.get_parameter(key).requires_grad_(parameter.requires_grad)
     return model
