@@ -172,7 +172,9 @@ def load_weights(
         model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with suppress(OSError, ValueError):
         model.generation_config = GenerationConfig.from_pretrained(config.name_or_path)
-    if other := checkpoint.difference(saved.settings, checkpoint.describe(config)):
+    facts = checkpoint.describe(config)
+    facts.pop(f"{checkpoint.OF_MODEL}pad_token_id", None)  # which only training depends on
+    if other := checkpoint.difference(saved.settings, facts):
         raise RunError(f"{saved.path} has {other}: give the run's own -m and --tokenizer-name.")
     expected = sources.get("tokenizer_checksum")  # older checkpoints have none
     if expected and models.tokenizer_checksum(tokenizer) != expected:

@@ -9,13 +9,15 @@ from pathlib import Path
 import pytest
 import torch
 import wandb
-from helpers import ROOT, environment, read_metrics, run_script, write_narrow
+from helpers import ROOT, environment, read_metrics, run_script, save_run, write_narrow
 from tokenizers import Tokenizer
-from transformers import AutoModelForCausalLM
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from common import launch, storage, tracker
 from common.errors import RunError
 from common.inputs import models
+
+from trained_model import load_trained
 
 
 def change_json(file: Path, **changes: object) -> None:
@@ -140,18 +142,58 @@ def folder(tmp_path) -> Path:
 
 
 @pytest.mark.check
-@pytest.mark.parametrize("pad", [0, 10**6])
-def test_padding_is_neither_end_of_text_nor_too_large(folder, pad):
-    """The embedding of a padding token is zero and is not trained; sequences have no padding."""
+@pytest.mark.parametrize("pad", [0, 1, -1, 10**6])
+def test_padding_is_no_token_of_a_text_and_not_too_large(folder, pad):
+    """The embedding of a padding token is zero and is not trained; sequences have no padding.
+
+    0 is the end-of-text token, and 1 is an exclamation mark.
+    """
     change_json(folder / "config.json", pad_token_id=pad)
     tokenizer = models.load_tokenizer(str(folder))
-    assert tokenizer.eos_token_id == 0
+    assert tokenizer.eos_token_id == 0 and tokenizer.decode(1) == "!"
     config = models.load_config(str(folder), tokenizer)
+    assert config.pad_token_id is None
     model = AutoModelForCausalLM.from_config(config)
-    tokens = torch.tensor([[5, 0, 6, 7]])
+    tokens = torch.tensor([[5, 0, 6, 1, 4095, 7]])
     model(input_ids=tokens, labels=tokens).loss.backward()
     weight = model.get_input_embeddings().weight
-    assert weight[0].norm() > 0 and weight.grad[0].norm() > 0
+    for token in (0, 1, 4095):
+        assert weight[token].norm() > 0 and weight.grad[token].norm() > 0
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("is_named", [True, False], ids=["pad_token", "another special token"])
+def test_padding_that_is_a_special_token_is_kept(folder, is_named):
+    change_json(folder / "config.json", pad_token_id=4095)
+    tokenizer = models.load_tokenizer(str(folder))
+    last = tokenizer.convert_ids_to_tokens(4095)
+    special = {"pad_token": last} if is_named else {"extra_special_tokens": [last]}
+    tokenizer.add_special_tokens(special)
+    tokenizer.save_pretrained(folder)
+    again = models.load_tokenizer(str(folder))
+    assert models.load_config(str(folder), again).pad_token_id == 4095
+
+
+@pytest.mark.check
+def test_padding_that_is_no_token_is_kept(folder):
+    """Without it, a training would start from other weights than before."""
+    change_json(folder / "config.json", pad_token_id=4097, vocab_size=4100)
+    tokenizer = models.load_tokenizer(str(folder))
+    assert models.load_config(str(folder), tokenizer).pad_token_id == 4097
+
+
+@pytest.mark.check
+def test_a_run_with_a_letter_as_padding_is_still_read(folder, tmp_path):
+    """Earlier versions trained it so. The padding does not change what the model computes."""
+    change_json(folder / "config.json", pad_token_id=1)
+    config = AutoConfig.from_pretrained(folder, use_cache=False)
+    assert config.pad_token_id == 1
+    model = AutoModelForCausalLM.from_config(config)
+    save_run(tmp_path / "run", model, 7, str(folder))
+    trained = load_trained(str(tmp_path / "run"), None, None, None)
+    assert trained.model.config.pad_token_id is None
+    expected = model.get_input_embeddings().weight
+    assert torch.equal(trained.model.get_input_embeddings().weight, expected)
 
 
 @pytest.mark.check

@@ -51,9 +51,9 @@ def load_config(name: str, tokenizer: PreTrainedTokenizerBase | None = None) -> 
 
     What differs from the configuration in the files: the attention is the one of causal_attention.
     A preset, which has no weights yet, gets the vocabulary and the end-of-text token of another
-    tokenizer. A padding token is forgotten if it is the end-of-text token, which is to be trained,
-    or is not in the vocabulary. The auxiliary loss of a router is left out, and the cache of
-    generation is off.
+    tokenizer. A padding token is forgotten if a text can contain it, because it would not be
+    trained, or if it is not in the vocabulary. The auxiliary loss of a router is left out, and the
+    cache of generation is off.
 
     Raises RunError if there is no such model, if it is no causal language model, if its weights are
     quantized, if it has code of its own, or if the tokenizer has more tokens than the model has
@@ -76,11 +76,10 @@ def load_config(name: str, tokenizer: PreTrainedTokenizerBase | None = None) -> 
         logger.warning(f"The auxiliary loss of {name}'s router is left out.")
     if tokenizer is not None:
         _adapt_to_tokenizer(config, name, tokenizer)
-    # transformers does not train the embedding of a padding token, which no sequence contains.
     padding = getattr(config, "pad_token_id", None)
     if padding is not None:
-        is_end_of_text = tokenizer is not None and padding == tokenizer.eos_token_id
-        if is_end_of_text or padding >= config.vocab_size:
+        ids_of_texts = set() if tokenizer is None else _ids_of_texts(tokenizer)
+        if padding in ids_of_texts or not 0 <= padding < config.vocab_size:
             config.pad_token_id = None
     return config
 
@@ -118,6 +117,17 @@ def _adapt_to_tokenizer(
             f"The tokenizer has {n_tokens} tokens and the model only {config.vocab_size} "
             "embeddings: give the model's own with --tokenizer-name."
         )
+
+
+def _ids_of_texts(tokenizer: PreTrainedTokenizerBase) -> set[int]:
+    """Return the tokens that are no special tokens, and the end-of-text token.
+
+    transformers does not train the embedding of a padding token. A model's padding token can be
+    a letter in the tokenizer of another model.
+    """
+    added = tokenizer.added_tokens_decoder.items()
+    special = {number for number, token in added if token.special}.union(tokenizer.all_special_ids)
+    return set(tokenizer.get_vocab().values()) - special | {tokenizer.eos_token_id}
 
 
 def load_tokenizer(name: str) -> PreTrainedTokenizerBase:
