@@ -139,8 +139,8 @@ TALK = [
 @pytest.mark.check
 def test_the_tokenizer_is_known(tokenizer, tmp_path):
     table = write_table(tmp_path / "table.json", COLUMNS, questions(9))
-    args = argparse.Namespace(dataset_name=str(table), dataset_subset=None, text_column=None)
-    for part in load_conversations(argparse.Namespace(**vars(args), seq_length=48), tokenizer):
+    names = {"dataset_name": str(table), "dataset_subset": None, "text_column": None}
+    for part in load_conversations(argparse.Namespace(**names, seq_length=48), tokenizer):
         assert part.tokenizer_checksum == models.tokenizer_checksum(tokenizer)
 
 
