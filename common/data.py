@@ -55,7 +55,7 @@ def load_sequences(
                 f"The {part} part of {args.dataset_name} is shorter than one sequence of "
                 f"{args.seq_length} tokens: give more text or a smaller --seq-length."
             )
-        sequences.tokenizer_checksum = tokenizer_checksum(tokenizer)
+    train.tokenizer_checksum = tokenizer_checksum(tokenizer)
     return train, evaluation
 
 
