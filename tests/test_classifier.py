@@ -276,6 +276,38 @@ def test_a_table_of_your_own(tmp_path):
     assert sum(map(len, parts)) == 90 == len(set().union(*parts)) and all(parts)
 
 
+def write_tables(folder: Path, labels: dict[str, list]) -> str:
+    """Save a table with these labels for each split, and return its folder."""
+    tables = DatasetDict()
+    for split, column in labels.items():
+        texts = [f"{split} text {n}" for n in range(len(column))]
+        tables[split] = Dataset.from_dict({"text": texts, "label": column})
+    tables.save_to_disk(folder)
+    return str(folder)
+
+
+@pytest.mark.check
+def test_rows_without_a_usable_label_are_left_out(tmp_path):
+    """NaN and None are no label. -1 is none either, unless the training has this class."""
+    hidden = {"train": [0, 1] * 60, "validation": [0, 1] * 5, "test": [-1] * 20}
+    classes, splits = load_examples(write_tables(tmp_path / "hidden", hidden))
+    assert classes == ["0", "1"] and sum(map(len, splits.values())) == 130
+    assert not any(text.startswith("test") for text in splits["test"].texts)
+    nan = {"train": [0.0, 1.0, float("nan"), None] * 60}
+    classes, splits = load_examples(write_tables(tmp_path / "nan", nan))
+    assert classes == ["0.0", "1.0"] and sum(map(len, splits.values())) == 120
+    classes, splits = load_examples(write_tables(tmp_path / "three", {"train": [-1, 0, 1] * 60}))
+    assert classes == ["-1", "0", "1"] and sum(map(len, splits.values())) == 180
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("label", [[1, 2], {"stars": 1}])
+def test_labels_that_are_lists_are_refused(tmp_path, label):
+    folder = write_tables(tmp_path / "lists", {"train": [label] * 9})
+    with pytest.raises(RunError, match=r"label column 'label' of .* one value in each row.*\.$"):
+        load_examples(folder)
+
+
 ROWS = "text,label\n" + "".join(f"text number {n},{'ab'[n % 2]}\n" for n in range(100))
 BAD_TABLES = {
     "has no text column 'text': give --text-column one of body, label": "body,label\na,b\n",

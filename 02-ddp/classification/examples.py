@@ -117,14 +117,21 @@ def _table_rows(
                 f"{name} has no {flag} column {column!r}: give --{flag}-column one of "
                 f"{', '.join(features)}."
             )
-    # Only a ClassLabel feature has names. Its label -1 means that there is no label.
-    names = getattr(features[label_column], "names", None)
+    if not hasattr(features[label_column], "dtype"):  # a list or a structure
+        raise RunError(
+            f"The label column {label_column!r} of {name} does not have one value in each row: "
+            "give a --label-column that contains classes."
+        )
+    names = getattr(features[label_column], "names", None)  # only a ClassLabel feature has names
+    # Hidden labels are -1. Without names, -1 can also be a class: then the training split has it.
+    no_label = [None, ""] if not names and -1 in table["train"][label_column] else [None, "", -1]
     rows, left_out = [], 0
     for split in (split for split in SPLITS if split in table):
         for text, label in zip(table[split][text_column], table[split][label_column], strict=True):
-            if names:
-                label = names[label] if label not in (None, -1) else None
-            if text is None or not str(text).strip() or label in (None, ""):
+            is_labeled = label not in no_label and label == label  # NaN differs from itself
+            if names and is_labeled:
+                label = names[label]
+            if text is None or not str(text).strip() or not is_labeled:
                 left_out += 1
             else:
                 rows.append((split, str(text), str(label)))
