@@ -247,12 +247,14 @@ def test_built_in_example(tokenizer):
 
 # --- bad input ---
 
+ANSWER_FIRST = as_messages("a", "b")[::-1] + as_messages("c", "d")[1:]
 BAD_TABLES = [
     ({"question": ["a"], "reply": ["b"]}, "no column 'answer': .* from: question, reply"),
     ({"question": ["a", "b"], "answer": ["c", " "]}, "Row 2 of .* is no conversation"),
     ({"question": ["a"], "answer": ["b"]}, "has only one conversation: give at least two"),
     ({"messages": [[{"role": "user", "content": "a"}]]}, "Row 1 of .* is no conversation"),
     ({"messages": [[{"from": "human", "value": "a"}]]}, "Row 1 of .* is no conversation"),
+    ({"messages": [as_messages("a", "b"), ANSWER_FIRST]}, "Row 2 of .* begins with an answer"),
     (
         {"question": ["a", "b", "c"], "answer": ["d", "e", "word " * 200]},
         r"do not fit in 128 tokens \(the longest has",
@@ -267,6 +269,27 @@ def test_bad_tables(tokenizer, tmp_path):
         Dataset.from_dict(rows).to_parquet(path)
         with pytest.raises(RunError, match=f"{sentence}.*\\.$"):
             load(path, tokenizer)
+
+
+# As Gemma's template does.
+NO_SYSTEM = """\
+{%- if messages[0].role == "system" %}{{ raise_exception("System role not supported") }}{% endif %}
+{%- for message in messages %}{{ message.content }}{{ eos_token }}{% endfor %}"""
+
+
+@pytest.mark.check
+def test_a_row_that_the_template_refuses(tmp_path):
+    folder = shutil.copytree(ROOT / "common/inputs/presets/tokenizer", tmp_path / "tokenizer")
+    (folder / "chat_template.jinja").write_text(NO_SYSTEM)
+    rows = [as_messages(f"{i}", "b") for i in range(40)] + [TALK]
+    Dataset.from_dict({"messages": rows}).to_parquet(tmp_path / "talk.parquet")
+    with pytest.raises(
+        RunError, match=r"Row 41 of .* cannot be rendered .*: System role not supported.*\.$"
+    ):
+        load(tmp_path / "talk.parquet", models.load_tokenizer(str(folder)))
+    (folder / "chat_template.jinja").write_text("{{ messages[0].content + messages[0].name }}")
+    with pytest.raises(RunError, match=r"Row 1 of .* cannot be rendered .*\.$"):
+        load(tmp_path / "talk.parquet", models.load_tokenizer(str(folder)))
 
 
 @pytest.mark.check

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import torch
 import xxhash
+from jinja2 import TemplateError
 from torch.utils.data import Dataset
 from transformers import PreTrainedTokenizerBase
 
@@ -29,6 +30,7 @@ logger = logging.getLogger(__name__)
 KEYS = ("input_ids", "labels", "position_ids")
 COLUMNS = "question,answer"  # of a table without a column "messages"
 Messages = list[dict[str, str]]  # of one conversation: {"role": ..., "content": ...}
+Rows = list[tuple[int, Messages]]  # of a table, with the numbers of the rows, from 1 on
 
 
 @dataclasses.dataclass
@@ -72,13 +74,14 @@ def load_conversations(
 
     Raises RunError for an unknown data set, a missing column, a row that is no conversation, a
     conversation that does not fit in args.seq_length tokens, or a tokenizer without a chat
-    template. Of the built-in example, only the conversations that fit are used.
+    template, or with one that refuses a row. Of the built-in example, only the conversations that
+    fit are used.
     """
     is_built_in, name = args.dataset_name == BUILT_IN, args.dataset_name
     seq_length = args.seq_length
     parts, described = [], []
-    for conversations in stdlib_functions() if is_built_in else read_table(args):
-        encoded = [encode(messages, tokenizer) for messages in conversations]
+    for rows in stdlib_functions() if is_built_in else read_table(args):
+        encoded = [encode_row(number, messages, name, tokenizer) for number, messages in rows]
         sizes = [len(input_ids) for input_ids, _ in encoded]
         fitting = [each for each, size in zip(encoded, sizes, strict=True) if size <= seq_length]
         if not fitting or (len(fitting) < len(encoded) and not is_built_in):
@@ -87,22 +90,36 @@ def load_conversations(
                 f"fit in {seq_length} tokens (the longest has {max(sizes)}): give a larger "
                 "--seq-length, or shorten the answers."
             )
-        rows = pack(fitting, seq_length)
-        labels = rows[:, KEYS.index("labels")]
+        sequences = pack(fitting, seq_length)
+        labels = sequences[:, KEYS.index("labels")]
         answers = labels[labels != IGNORED]
         n_bytes = len(tokenizer.decode(answers, skip_special_tokens=True).encode())
         checksum = tokenizer_checksum(tokenizer)
-        parts.append(Conversations(rows, len(answers) / n_bytes, checksum))
+        parts.append(Conversations(sequences, len(answers) / n_bytes, checksum))
         n_tokens = sum(len(input_ids) for input_ids, _ in fitting)
         described.append(
             f"{len(fitting):,} conversations, {len(answers) / n_tokens:.0%} of the tokens are "
-            f"answers, {len(rows):,} sequences, {1 - n_tokens / labels.numel():.0%} padding"
+            f"answers, {len(sequences):,} sequences, {1 - n_tokens / labels.numel():.0%} padding"
         )
     logger.info("training: {}\nevaluation: {}".format(*described))
     return parts[0], parts[1]
 
 
 # --- tokens, labels, sequences ---
+
+
+def encode_row(
+    number: int, messages: Messages, name: str, tokenizer: PreTrainedTokenizerBase
+) -> tuple[list[int], list[int]]:
+    """Return what encode returns; raise RunError if the chat template refuses the row."""
+    try:
+        return encode(messages, tokenizer)
+    except (TemplateError, TypeError) as error:  # for example: None is no text
+        raise RunError(
+            f"Row {number} of {name} cannot be rendered with the chat template of "
+            f"{tokenizer.name_or_path}: {str(error).rstrip('.')}. Change the roles of the row's "
+            "messages, or use another template."
+        ) from error
 
 
 def encode(messages: Messages, tokenizer: PreTrainedTokenizerBase) -> tuple[list[int], list[int]]:
@@ -123,7 +140,7 @@ def encode(messages: Messages, tokenizer: PreTrainedTokenizerBase) -> tuple[list
     for turn, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
-        # Some templates raise an error for a role, such as system.
+        # Some templates raise an error for a role, such as system, or for an order of roles.
         prompt = tokenizer.apply_chat_template(
             messages[:turn], tokenize=False, add_generation_prompt=True
         )
@@ -169,7 +186,7 @@ def pack(encoded: list[tuple[list[int], list[int]]], seq_length: int) -> torch.T
 # --- sources ---
 
 
-def stdlib_functions() -> tuple[list[Messages], list[Messages]]:
+def stdlib_functions() -> tuple[Rows, Rows]:
     """Return conversations for training and evaluation from functions of the standard library.
 
     The question is the function's head and the first line of its docstring, the answer is the rest
@@ -198,7 +215,7 @@ def stdlib_functions() -> tuple[list[Messages], list[Messages]]:
             answer = textwrap.indent(textwrap.dedent("\n".join(body)).strip("\n"), "    ")
             if answer and (question, answer) not in seen:
                 seen.add((question, answer))
-                parts[is_held_out(path)].append(as_messages(question, answer))
+                parts[is_held_out(path)].append((len(seen), as_messages(question, answer)))
     return parts
 
 
@@ -206,7 +223,7 @@ def as_messages(question: str, answer: str) -> Messages:
     return [{"role": "user", "content": question}, {"role": "assistant", "content": answer}]
 
 
-def read_table(args: argparse.Namespace) -> tuple[list[Messages], list[Messages]]:
+def read_table(args: argparse.Namespace) -> tuple[Rows, Rows]:
     """Return the conversations of a table: of its split "validation" for evaluation, if it has one.
 
     Without that split, a checksum selects one conversation in 20, and at least one.
@@ -216,11 +233,11 @@ def read_table(args: argparse.Namespace) -> tuple[list[Messages], list[Messages]
     train = read_rows(table["train"], name, args.text_column)
     if "validation" in table:
         return train, read_rows(table["validation"], name, args.text_column)
-    held_out = [is_held_out(str(messages[:-1])) for messages in train]
+    held_out = [is_held_out(str(messages[:-1])) for _, messages in train]
     held_out[0] |= not any(held_out)
     parts = ([], [])
-    for messages, is_out in zip(train, held_out, strict=True):
-        parts[is_out].append(messages)
+    for row, is_out in zip(train, held_out, strict=True):
+        parts[is_out].append(row)
     if not parts[0]:
         raise RunError(
             f"{name} has only one conversation: give at least two with different questions."
@@ -228,7 +245,7 @@ def read_table(args: argparse.Namespace) -> tuple[list[Messages], list[Messages]
     return parts
 
 
-def read_rows(rows, name: str, text_column: str | None) -> list[Messages]:
+def read_rows(rows, name: str, text_column: str | None) -> Rows:
     """Return the rows of one split, a datasets.Dataset, as conversations.
 
     text_column: "QUESTION,ANSWER", or the name of one column of messages. The default is the column
@@ -243,13 +260,19 @@ def read_rows(rows, name: str, text_column: str | None) -> list[Messages]:
         )
     values = zip(*(rows[column] for column in columns), strict=True)
     conversations = [as_messages(*v) if len(v) == 2 else v[0] for v in values]
-    for number, messages in enumerate(conversations, start=1):
+    numbered = list(enumerate(conversations, start=1))
+    for number, messages in numbered:
         if not is_conversation(messages):
             raise RunError(
                 f"Row {number} of {name} is no conversation: give each row a question and an "
                 "answer, or messages with role and content, one of them of the assistant."
             )
-    return conversations
+        if messages[0]["role"] == "assistant":
+            raise RunError(
+                f"Row {number} of {name} begins with an answer: give it a question, or remove the "
+                "first message."
+            )
+    return numbered
 
 
 def is_conversation(messages: object) -> bool:
