@@ -1,11 +1,14 @@
 """The tokens of a chat, in which the name of a special token in a message is text."""
 
+import bisect
 import functools
+import itertools
 import re
 
 from transformers import PreTrainedTokenizerBase
 
 PRIVATE = 0x10F000  # characters from here on, for private use, stand for special tokens' names
+UNKNOWN = chr(0x10FFFF)  # a character that merges with no other one
 
 
 @functools.cache
@@ -23,10 +26,61 @@ def hide_special_tokens(message: str, tokenizer: PreTrainedTokenizerBase) -> str
     return message
 
 
-def encode_chat(rendered: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Return the tokens of a conversation, or of a part, whose messages went through the above."""
-    names, tokens = special_tokens(tokenizer), []
-    for piece in re.split(f"([{''.join(names)}])", rendered):
-        options = {"add_special_tokens": False, "split_special_tokens": piece in names}
-        tokens += tokenizer.encode(names.get(piece, piece), verbose=False, **options)
+def encode_chat(parts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    """Return the tokens of each part of a rendered conversation.
+
+    The parts are consecutive, and their messages went through hide_special_tokens. Each part is
+    tokenized alone, so no token is in two of them, and a prompt has the same tokens with and
+    without its answer. Some tokenizers would add a space to each part: see the function below.
+    """
+    if adds_space(tokenizer):
+        return encode_at_once(parts, tokenizer)
+    names = special_tokens(tokenizer)
+    tokens = [[] for _ in parts]
+    for part, part_tokens in zip(parts, tokens, strict=True):
+        for piece in re.split(f"([{''.join(names)}])", part):
+            options = {"add_special_tokens": False, "split_special_tokens": piece in names}
+            part_tokens += tokenizer.encode(names.get(piece, piece), verbose=False, **options)
     return tokens
+
+
+@functools.cache
+def adds_space(tokenizer: PreTrainedTokenizerBase) -> bool:
+    """Return whether a word has other tokens at the beginning of a text than later in it.
+
+    For example, SentencePiece tokenizers, such as those of Llama 2 and Mistral, add a space there.
+    """
+    alone = tokenizer.encode("a", add_special_tokens=False)
+    later = tokenizer.encode(f"{UNKNOWN}a", add_special_tokens=False)
+    return later[-len(alone) :] != alone
+
+
+def encode_at_once(parts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+    """Tokenize all parts as one text. A token in two parts belongs to the second one."""
+    names, rendered = special_tokens(tokenizer), "".join(parts)
+    part_ends = list(itertools.accumulate(map(len, parts)))
+    tokens = [[] for _ in parts]
+    done = 0  # characters
+    for token, start, end in encode_with_offsets(rendered, tokenizer):
+        part_tokens = tokens[bisect.bisect_left(part_ends, end)]
+        # A private character is one unknown token, or one token for each of its bytes.
+        for character in rendered[done:end]:
+            if character in names:
+                text = UNKNOWN + names[character]  # not at the beginning, so without a space
+                found = encode_with_offsets(text, tokenizer, split_special_tokens=True)
+                part_tokens += [name_token for name_token, _, name_end in found if name_end > 1]
+        if not any(character in names for character in rendered[start:end]):
+            part_tokens.append(token)
+        done = max(done, end)
+    return tokens
+
+
+def encode_with_offsets(
+    text: str, tokenizer: PreTrainedTokenizerBase, **options: bool
+) -> list[tuple[int, int, int]]:
+    """Return each token, and the characters of the text where it starts and ends."""
+    encoded = tokenizer(
+        text, add_special_tokens=False, return_offsets_mapping=True, verbose=False, **options
+    )
+    offsets = encoded["offset_mapping"]
+    return [(i, *where) for i, where in zip(encoded["input_ids"], offsets, strict=True)]

@@ -155,7 +155,7 @@ def encode_prompt(prompt: str, trained: TrainedModel, chat: bool) -> list[int]:
     if chat:
         messages = [{"role": "user", "content": hide_special_tokens(text, tokenizer)}]
         options = {"tokenize": False, "add_generation_prompt": True}
-        return encode_chat(tokenizer.apply_chat_template(messages, **options), tokenizer)
+        return encode_chat([tokenizer.apply_chat_template(messages, **options)], tokenizer)[0]
     begin = [] if trained.begin is None else [trained.begin]
     # An empty prompt starts a new document: in training, one follows each end-of-text token.
     return begin + tokenizer.encode(text, add_special_tokens=False) or [tokenizer.eos_token_id]

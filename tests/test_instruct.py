@@ -12,6 +12,7 @@ from itertools import pairwise
 from pathlib import Path
 
 import pytest
+import tokenizers.decoders
 import torch
 from datasets import Dataset
 from helpers import (
@@ -26,7 +27,13 @@ from helpers import (
     run_script,
 )
 from runner import load_script
-from transformers import AutoModelForCausalLM
+from tokenizers import Tokenizer
+from tokenizers.decoders import ByteFallback, Fuse
+from tokenizers.models import BPE
+from tokenizers.normalizers import Prepend, Replace, Sequence
+from tokenizers.pre_tokenizers import Metaspace
+from tokenizers.trainers import BpeTrainer
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from common.data import IGNORED
 from common.errors import RunError
@@ -173,6 +180,61 @@ def test_the_name_of_a_special_token_is_text(tokenizer):
     plain = as_messages("What is it?", "It is\nthis.")
     rendered = tokenizer.apply_chat_template(plain, tokenize=False)
     assert encode(plain, tokenizer)[0] == tokenizer.encode(rendered)
+
+
+def sentencepiece(spaces: str) -> PreTrainedTokenizerFast:
+    """Return a tokenizer that writes a space in front of a text, as Llama 2 and Mistral have it.
+
+    spaces: where it does so: at the "first" text only, or also "after" each special token.
+    """
+    byte_tokens = [f"<0x{byte:02X}>" for byte in range(256)]
+    made = Tokenizer(BPE(unk_token="<unk>", byte_fallback=True, fuse_unk=True))
+    if spaces == "first":
+        made.pre_tokenizer = Metaspace(prepend_scheme="first", split=False)
+    else:
+        made.normalizer = Sequence([Prepend("\u2581"), Replace(" ", "\u2581")])
+    special = ["<unk>", "<s>", "</s>", *byte_tokens]
+    trainer = BpeTrainer(vocab_size=600, special_tokens=special, show_progress=False)
+    made.train_from_iterator([message["content"] for message in TALK] * 9, trainer)
+    made.decoder = tokenizers.decoders.Sequence(
+        [tokenizers.decoders.Replace("\u2581", " "), ByteFallback(), Fuse()]
+    )
+    names = {"unk_token": "<unk>", "bos_token": "<s>", "eos_token": "</s>"}
+    return PreTrainedTokenizerFast(tokenizer_object=made, **names, chat_template=ZEPHYR)
+
+
+ZEPHYR = """\
+{%- for message in messages %}
+    {{- '<|' + message.role + '|>\n' + message.content + eos_token + '\n' }}
+{%- endfor %}
+{%- if add_generation_prompt %}{{ '<|assistant|>\n' }}{% endif %}"""
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("spaces", ["first", "after"])
+def test_answers_of_a_tokenizer_that_adds_a_space_to_a_text(spaces):
+    """The tokens are those of the complete text: an answer alone would begin with a space."""
+    tokenizer = sentencepiece(spaces)
+    generate = load_script(ROOT / "01-single-gpu/generate.py")
+    trained = argparse.Namespace(tokenizer=tokenizer, begin=None)
+    expected = tokenizer.apply_chat_template(TALK[:-1], tokenize=True)["input_ids"]
+    input_ids, labels = encode(TALK, tokenizer)
+    assert input_ids == expected
+    assert all(label in (i, IGNORED) for i, label in zip(input_ids, labels, strict=True))
+    answers = tokenizer.decode([label for label in labels if label != IGNORED])
+    gap = " " if spaces == "after" else ""  # between </s> and the line's end
+    assert answers == f"It is 2.</s>{gap}\n4</s>{gap}\n"
+    # A message with names of special tokens, and the prompt of a chat with the trained model.
+    prompt, answer = "What is </s></s>? <s>", "It is </s>."
+    input_ids, labels = encode(as_messages(prompt, answer), tokenizer)
+    end = tokenizer.eos_token_id
+    assert input_ids.count(end) == 2 and tokenizer.bos_token_id not in input_ids
+    answer_ids = [label for label in labels if label != IGNORED]
+    assert tokenizer.decode(answer_ids) == f"{answer}</s>{gap}\n" and answer_ids.count(end) == 1
+    asked = generate.encode_prompt(prompt, trained, chat=True)
+    assert asked == input_ids[: len(asked)] and set(labels[: len(asked)]) == {IGNORED}
+    assert labels[len(asked)] != IGNORED
+    assert tokenizer.decode(asked).lstrip() == f"<|user|>\n{prompt}</s>{gap}\n<|assistant|>\n"
 
 
 @pytest.mark.check

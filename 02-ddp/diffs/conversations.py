@@ -126,8 +126,8 @@ def encode(messages: Messages, tokenizer: PreTrainedTokenizerBase) -> tuple[list
     """Return the tokens of a conversation up to its last answer, and the label of each token.
 
     The label of an answer's token is the token itself. All other labels are IGNORED. A prompt is
-    rendered and tokenized as it is for generation, so training and generation agree, except that
-    the name of a special token in a message is text.
+    rendered and tokenized as it is for generation, so training and generation agree. The name of a
+    special token in a message is text.
     """
     name = tokenizer.name_or_path
     if not tokenizer.chat_template:
@@ -136,7 +136,7 @@ def encode(messages: Messages, tokenizer: PreTrainedTokenizerBase) -> tuple[list
             "tokenizer and a chat_template.jinja."
         )
     messages = [{**m, "content": hide_special_tokens(m["content"], tokenizer)} for m in messages]
-    input_ids, labels, done = [], [], ""
+    parts, done = [], ""  # prompt, answer, prompt, answer, ...
     for turn, message in enumerate(messages):
         if message["role"] != "assistant":
             continue
@@ -150,12 +150,14 @@ def encode(messages: Messages, tokenizer: PreTrainedTokenizerBase) -> tuple[list
                 f"The chat template of {name} changes earlier messages when "
                 "later ones follow: use another template, or conversations with one answer."
             )
-        prompt_ids = encode_chat(prompt[len(done) :], tokenizer)
-        answer_ids = encode_chat(answered[len(prompt) :], tokenizer)
-        input_ids += prompt_ids + answer_ids
-        labels += [IGNORED] * len(prompt_ids) + answer_ids
+        parts += [prompt[len(done) :], answered[len(prompt) :]]
         done = answered
-    return input_ids, labels
+    tokens = encode_chat(parts, tokenizer)
+    prompts, answers = tokens[::2], tokens[1::2]
+    labels = [
+        [IGNORED] * len(prompt) + answer for prompt, answer in zip(prompts, answers, strict=True)
+    ]
+    return list(chain(*tokens)), list(chain(*labels))
 
 
 def pack(encoded: list[tuple[list[int], list[int]]], seq_length: int) -> torch.Tensor:
