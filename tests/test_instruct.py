@@ -33,12 +33,20 @@ from tokenizers.models import BPE
 from tokenizers.normalizers import Prepend, Replace, Sequence
 from tokenizers.pre_tokenizers import Metaspace
 from tokenizers.trainers import BpeTrainer
-from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from common.data import IGNORED
 from common.errors import RunError
 from common.inputs import models
-from conversations import Conversations, as_messages, encode, load_conversations, pack
+from conversations import (
+    Conversations,
+    as_messages,
+    encode,
+    keep_apart,
+    load_conversations,
+    mixes_conversations,
+    pack,
+)
 
 CHAPTER = "02-ddp"
 COLUMNS = ("question", "answer")
@@ -266,7 +274,7 @@ def test_attention_does_not_cross_conversations(preset, tokenizer):
     config = models.load_config(preset)
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    model.set_attn_implementation("sdpa")  # as the diff does
+    keep_apart(model, model)
     encoded = [encode(as_messages(*pair), tokenizer) for pair in questions(6)]
     rows = pack(encoded, 128)
     batch = Conversations(rows, 1.0)[0]
@@ -280,8 +288,43 @@ def test_attention_does_not_cross_conversations(preset, tokenizer):
         found = model(input_ids=input_ids, position_ids=positions).logits[0]
         model.set_attn_implementation(models.causal_attention(config))
         crossing = model(input_ids=input_ids, position_ids=positions).logits[0]
+    assert mixes_conversations(model) and not model.training
     assert torch.allclose(found, expected, atol=1e-4)
     assert not torch.allclose(crossing, expected, atol=1e-2)
+
+
+# By type: whether conversations in a sequence mix, and what a small model needs.
+SMALL = dict.fromkeys(("hidden_size", "num_attention_heads", "num_hidden_layers"), 4)
+MIXES = {
+    "gemma2": (False, {"head_dim": 4, "num_key_value_heads": 2, "intermediate_size": 8}),
+    "qwen3": (False, {"head_dim": 4, "num_key_value_heads": 2, "intermediate_size": 8}),
+    "qwen3_moe": (False, {"head_dim": 4, "num_key_value_heads": 2, "num_experts": 8}),
+    "opt": (True, {"ffn_dim": 8, "word_embed_proj_dim": 4}),
+    "bloom": (True, {}),
+    "xglm": (True, {"d_model": 4, "attention_heads": 2, "num_layers": 2, "ffn_dim": 8}),
+    "biogpt": (True, {"intermediate_size": 8}),
+    # With transformers 5.24, its mask does not depend on the positions.
+    "gpt_oss": (True, {"head_dim": 4, "num_key_value_heads": 2, "intermediate_size": 8}),
+}
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("kind", MIXES)
+def test_models_that_mix_conversations_are_refused(kind, tmp_path):
+    """Those without SDPA keep their own attention."""
+    mixes, sizes = MIXES[kind]
+    CONFIG_MAPPING[kind](**SMALL, **sizes, vocab_size=64).save_pretrained(tmp_path)
+    torch.manual_seed(0)
+    config = models.load_config(str(tmp_path))
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    model.train()
+    if mixes:
+        with pytest.raises(RunError, match=f"Models of the type {kind} mix .* Gemma 2\\.$"):
+            keep_apart(model, model)
+    else:
+        keep_apart(model, model)
+        found = model.config._attn_implementation
+        assert found == ("eager" if kind == "gemma2" else "sdpa") and model.training
 
 
 def load(name: str, tokenizer: object) -> tuple[Conversations, Conversations]:

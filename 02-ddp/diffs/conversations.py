@@ -14,7 +14,7 @@ import torch
 import xxhash
 from jinja2 import TemplateError
 from torch.utils.data import Dataset
-from transformers import PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from common.data import IGNORED
 from common.errors import RunError
@@ -183,6 +183,46 @@ def pack(encoded: list[tuple[list[int], list[int]]], seq_length: int) -> torch.T
         positions = [i for each, _ in conversations for i in range(len(each))]
         row[:] = torch.tensor([input_ids, labels, positions])
     return rows
+
+
+# --- attention ---
+
+
+def keep_apart(model: PreTrainedModel, full_model: PreTrainedModel | None) -> None:
+    """Give models an attention whose mask keeps the conversations of a sequence apart.
+
+    full_model: the same model with its weights, or None on ranks that do not have them. Raises
+    RunError if a conversation changes what it computes for the next one. Some models, such as OPT
+    and Bloom, make their mask without the positions, and some have layers without attention.
+    """
+    for each in filter(None, (model, full_model)):
+        if each.config._attn_implementation != "eager":  # else it is the only one of the model
+            each.set_attn_implementation("sdpa")
+    if full_model is not None and mixes_conversations(full_model):
+        raise RunError(
+            f"Models of the type {full_model.config.model_type} mix the conversations in a "
+            "sequence: choose another one with -m, such as GPT-2, Llama, Qwen3 or Gemma 2."
+        )
+
+
+@torch.no_grad()
+@torch.compiler.set_stance("force_eager")  # or it would compile for the shape of this trial
+def mixes_conversations(model: PreTrainedModel) -> bool:
+    """Return whether the logits of a conversation depend on the conversation before it."""
+    was_training = model.training
+    model.eval()  # without dropout
+    first, other, second = torch.arange(2, 26).view(3, 8) % model.config.vocab_size
+    positions = torch.arange(8).repeat(2)[None]
+    logits = []
+    for before in (first, other):
+        input_ids = torch.cat([before, second])[None].to(model.device)
+        found = model(input_ids=input_ids, position_ids=positions.to(model.device)).logits
+        logits.append(found[0, 8:])
+    model.train(was_training)
+    # Other tokens can change the order of sums in a mixture of experts, and so the rounding.
+    rounding = max(1e-5, torch.finfo(found.dtype).eps)
+    change = (logits[0] - logits[1]).abs().mean()
+    return (change > rounding * logits[0].abs().mean()).item()
 
 
 # --- sources ---
