@@ -1,6 +1,7 @@
 """The tokens of a chat, in which the name of a special token in a message is text."""
 
 import bisect
+import datetime
 import functools
 import itertools
 import re
@@ -9,6 +10,9 @@ from transformers import PreTrainedTokenizerBase
 
 PRIVATE = 0x10F000  # characters from here on, for private use, stand for special tokens' names
 UNKNOWN = chr(0x10FFFF)  # a character that merges with no other one
+# Some templates write today's date. With a fixed one, a run can resume on another day. Llama's
+# templates write this date if they do not know today's.
+DATE = datetime.date(2024, 7, 26)
 
 
 @functools.cache
@@ -24,6 +28,25 @@ def hide_special_tokens(message: str, tokenizer: PreTrainedTokenizerBase) -> str
     for character, token in special_tokens(tokenizer).items():
         message = message.replace(token, character)
     return message
+
+
+def render_chat(
+    messages: list[dict[str, str]],
+    tokenizer: PreTrainedTokenizerBase,
+    add_generation_prompt: bool = False,
+) -> str:
+    """Return a conversation as text, as the chat template writes it on DATE."""
+    template = re.sub(
+        r"strftime_now\(\s*(['\"])(.*?)\1\s*\)",
+        lambda call: repr(DATE.strftime(call[2])),
+        tokenizer.get_chat_template(),
+    )
+    return tokenizer.apply_chat_template(
+        messages,
+        chat_template=template,
+        add_generation_prompt=add_generation_prompt,
+        tokenize=False,
+    )
 
 
 def encode_chat(parts: list[str], tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:

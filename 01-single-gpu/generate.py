@@ -19,13 +19,13 @@ from common.cli import at_least, between
 from common.errors import RunError
 from common.inputs.models import NO_MASK, n_positions
 
-from chat import encode_chat, hide_special_tokens
+from chat import encode_chat, hide_special_tokens, render_chat
 from trained_model import TrainedModel, check_output, load_trained, stop_tokens
 
 
 def get_args() -> argparse.Namespace:
-    parser = cli.ArgumentParser(description=__doc__)
-    parser.fromfile_prefix_chars = None  # a prompt may begin with @
+    # A prompt may begin with @.
+    parser = cli.ArgumentParser(description=__doc__, argument_files=False)
     add = parser.add_argument_group("model").add_argument
     add("trained", help="folder of a run or a model, or hub id")
     add("-m", "--model-name", help="preset, folder or hub id (default: the run's own)")
@@ -154,8 +154,8 @@ def encode_prompt(prompt: str, trained: TrainedModel, chat: bool) -> list[int]:
     text = prompt.encode(errors="replace").decode()  # bytes that are not UTF-8
     if chat:
         messages = [{"role": "user", "content": hide_special_tokens(text, tokenizer)}]
-        options = {"tokenize": False, "add_generation_prompt": True}
-        return encode_chat([tokenizer.apply_chat_template(messages, **options)], tokenizer)[0]
+        rendered = render_chat(messages, tokenizer, add_generation_prompt=True)
+        return encode_chat([rendered], tokenizer)[0]
     begin = [] if trained.begin is None else [trained.begin]
     # An empty prompt starts a new document: in training, one follows each end-of-text token.
     return begin + tokenizer.encode(text, add_special_tokens=False) or [tokenizer.eos_token_id]

@@ -38,19 +38,24 @@ class ArgumentParser(argparse.ArgumentParser):
     follow some seconds later, unless the launcher has ended them.
     """
 
-    def __init__(self, description: str, add_help: bool = True) -> None:
+    def __init__(
+        self, description: str, add_help: bool = True, argument_files: bool = True
+    ) -> None:
         super().__init__(
             description=description,
             add_help=add_help,
             formatter_class=lambda prog: _HelpFormatter(prog, width=100),
             allow_abbrev=False,
         )
+        self.argument_files = argument_files
 
     def parse_known_args(self, args: list[str] | None = None, namespace: object = None) -> tuple:
-        try:
-            words = expand_files(sys.argv[1:] if args is None else args)
-        except ArgumentFileError as error:
-            self.error(str(error))
+        words = sys.argv[1:] if args is None else args
+        if self.argument_files:
+            try:
+                words = expand_files(words)
+            except ArgumentFileError as error:
+                self.error(str(error))
         # torch.distributed.launch adds --local-rank=N. It also sets LOCAL_RANK, as torchrun does.
         words = [word for word in words if not word.startswith("--local-rank=")]
         return super().parse_known_args(self._without_old_flags(words), namespace)

@@ -397,6 +397,27 @@ def test_a_row_that_the_template_refuses(tmp_path):
         load(tmp_path / "talk.parquet", models.load_tokenizer(str(folder)))
 
 
+# As those of Llama 3.2 and GPT-OSS do.
+TODAY = """\
+{%- if strftime_now is defined %}{{ strftime_now("%d %b %Y") }}{% endif %}
+{{- strftime_now( '%Y-%m-%d' ) }}
+{%- for message in messages %}{{ message.content }}{{ eos_token }}{% endfor %}"""
+
+
+@pytest.mark.check
+def test_a_run_has_the_same_tokens_on_the_next_day(tmp_path):
+    """So it can resume then. A chat with the trained model has the same date."""
+    folder = shutil.copytree(ROOT / "common/inputs/presets/tokenizer", tmp_path / "tokenizer")
+    (folder / "chat_template.jinja").write_text(TODAY)
+    tokenizer = models.load_tokenizer(str(folder))
+    input_ids, _ = encode(as_messages("a", "b"), tokenizer)
+    end = tokenizer.eos_token
+    assert tokenizer.decode(input_ids) == f"26 Jul 20242024-07-26a{end}b{end}"
+    generate = load_script(ROOT / "01-single-gpu/generate.py")
+    asked = generate.encode_prompt("a", argparse.Namespace(tokenizer=tokenizer), chat=True)
+    assert asked == input_ids[: len(asked)]
+
+
 @pytest.mark.check
 def test_bad_templates(tokenizer, tmp_path):
     folder = shutil.copytree(ROOT / "common/inputs/presets/tokenizer", tmp_path / "tokenizer")

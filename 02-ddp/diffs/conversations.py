@@ -23,7 +23,7 @@ from common.inputs.models import tokenizer_checksum
 from common.variants import ROOT
 
 sys.path.append(str(ROOT / "01-single-gpu"))
-from chat import encode_chat, hide_special_tokens
+from chat import encode_chat, hide_special_tokens, render_chat
 
 logger = logging.getLogger(__name__)
 
@@ -141,10 +141,8 @@ def encode(messages: Messages, tokenizer: PreTrainedTokenizerBase) -> tuple[list
         if message["role"] != "assistant":
             continue
         # Some templates raise an error for a role, such as system, or for an order of roles.
-        prompt = tokenizer.apply_chat_template(
-            messages[:turn], tokenize=False, add_generation_prompt=True
-        )
-        answered = tokenizer.apply_chat_template(messages[: turn + 1], tokenize=False)
+        prompt = render_chat(messages[:turn], tokenizer, add_generation_prompt=True)
+        answered = render_chat(messages[: turn + 1], tokenizer)
         if not (prompt.startswith(done) and answered.startswith(prompt)):
             raise RunError(
                 f"The chat template of {name} changes earlier messages when "
