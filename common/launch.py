@@ -163,7 +163,7 @@ def _explain(error: Exception) -> tuple[str | None, int]:
                 last_own_frame = frame
         place = f"{last_own_frame.filename}, line {last_own_frame.lineno}: {last_own_frame.line}"
         reason = re.sub(r"^\[.*?\] |\. This is typically .*", "", text.splitlines()[0])
-        return (f"{place}\nThe other ranks are gone or out of reach ({reason}). {RESUMES}"), 1
+        return f"{place}\nThe other ranks are gone or out of reach ({reason}). {RESUMES}", 1
     return None, 1
 
 

@@ -127,6 +127,43 @@ def test_a_full_disk_outside_a_checkpoint(monkeypatch, capsys):
     assert capsys.readouterr().err.startswith("Cannot write to metrics.jsonl: No space left on")
 
 
+ENDS = """
+import atexit, sys, threading, time
+import torch.distributed as dist
+from common import launch, ranks
+
+def write_late():
+    time.sleep(0.5)
+    print("the thread has ended")
+
+def main():
+    launch.prepare_environment()
+    dist.init_process_group("gloo")
+    ranks.keep_process_group()
+    dist.destroy_process_group()
+    atexit.register(print, "atexit was called")
+    threading.Thread(target=write_late).start()
+
+{}
+launch.run(main)
+"""
+# What the end of a process still takes from the interpreter's shutdown, and how it is left out.
+SHUTDOWN = {
+    "the thread has ended": "threading._shutdown = lambda: None",
+    "atexit was called": "atexit._run_exitfuncs = lambda: None",
+}
+
+
+@pytest.mark.parametrize("left_out", [None, *SHUTDOWN])
+def test_the_end_waits_for_threads_and_calls_what_is_registered(tmp_path, left_out):
+    """Without Python's two functions that have no public name, each of them would be lost."""
+    script = tmp_path / "script.py"
+    script.write_text(ENDS.format(SHUTDOWN.get(left_out, "")))
+    done = run_script(script, real=True, PYTHONPATH=ROOT)
+    assert done.returncode == 0, done.stderr
+    assert set(done.stdout.splitlines()) == SHUTDOWN.keys() - {left_out}
+
+
 # --- launch files ---
 
 
