@@ -225,6 +225,17 @@ STRAY = [f"{n},text {n}" for n in range(200)]
 STRAY[57], STRAY[120] = '57,"Text" 57', '120,"text 120'
 # A column that has nothing else for more than the 10 MB that are read at once, and then a string.
 LATE = f'{{"text": "{"x" * 2**20}", "note": null}}\n' * 12 + '{"text": "end", "note": "a"}\n'
+
+
+def arrow_stream_without_its_end() -> bytes:
+    """Return a stream that is cut off between two batches: the marker of its end has 8 bytes."""
+    sink, table = pa.BufferOutputStream(), pa.table({"text": [words("a")]})
+    with pa.ipc.new_stream(sink, table.schema) as stream:
+        stream.write(table)
+        stream.write(table)
+    return sink.getvalue().to_pybytes()[:-8]
+
+
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 132735\n"
 REFUSED = [
     ({"a.jsonl": '{"id": "1", "messages": [{"role": "user"}]}\n'}, "give --text-column one of id."),
@@ -239,6 +250,10 @@ REFUSED = [
     ({"a.jsonl": LATE}, "to null): check or replace its files, or keep only the text column."),
     ({"a.txt": words("a"), "b.txt": POINTER}, "b.txt is only a pointer of Git LFS: get the files"),
     ({"a.csv": POINTER}, "a.csv is only a pointer of Git LFS"),
+    (
+        {"a.arrow": arrow_stream_without_its_end()},
+        "a.arrow is cut off, because the mark",
+    ),
     ({"a.parquet": POINTER}, "a.parquet is only a pointer of Git LFS"),
     (
         {"a.txt": words("a").encode("utf-16-le")},

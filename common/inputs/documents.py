@@ -45,6 +45,8 @@ NOT_CODE = re.compile(
     r"(^|/)(site-packages|dist-packages|tests?|idle_test|idlelib|lib2to3|pydoc_data|encodings"
     r"|__pycache__|config-[^/]*)/|(^|/)_sysconfigdata[^/]*$"
 )
+# Of a stream and of a file, see https://arrow.apache.org/docs/format/Columnar.html.
+ENDS_OF_ARROW = (b"\xff\xff\xff\xff\0\0\0\0", b"ARROW1")
 POINTER_OF_LFS = b"version https://git-lfs.github.com/spec/"
 PIECE_CHARACTERS = 2**20  # a text file is read in pieces, so a large one needs little memory
 ROWS_AT_ONCE = 64  # of a table, in memory
@@ -332,6 +334,8 @@ def load_local_table(path: Path, files: list[Path], name: str, subset: str | Non
     options = {"cache_dir": f"{datasets.config.HF_DATASETS_CACHE}/{fingerprint(files)[:32]}"}
 
     def load() -> object:
+        for file in files:
+            check_that_arrow_ends(file)
         if table_format == "saved":
             return datasets.load_from_disk(path)
         if table_format == "card":
@@ -381,6 +385,15 @@ def _load(name: str, load: Callable[[], object]) -> "DatasetDict":
             f"{name} has no split named train, only {', '.join(table)}: rename the training split."
         )
     return table
+
+
+def check_that_arrow_ends(file: Path) -> None:
+    """Raise RunError if an Arrow file lacks its end: the library would read what is there."""
+    if file.suffix == ".arrow":
+        with file.open("rb") as content:
+            content.seek(-min(8, file.stat().st_size), os.SEEK_END)
+            if not content.read().endswith(ENDS_OF_ARROW):
+                raise RunError(f"{file} is cut off, because the mark of its end is missing.")
 
 
 def csv_options(files: list[Path]) -> dict[str, object]:
