@@ -12,7 +12,7 @@ PAGE = gallery.PAGE.read_text()
 
 
 def test_the_table_is_made_from_the_files():
-    assert gallery.fill(PAGE) == PAGE, "run python tests/gallery.py"
+    assert gallery.fill(PAGE) == PAGE, "run make diffs"
     names = {variant.name for variant in variants.all_variants()}
     assert re.findall(r"^\| `([\w-]+)` \|", gallery.table(), re.MULTILINE) == sorted(names)
     assert gallery.MEASURED.keys() <= names

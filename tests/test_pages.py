@@ -370,7 +370,7 @@ def unrecorded_output(page: Path, text: str) -> list[str]:
 
 def stale_tables(page: Path, text: str) -> list[str]:
     """A table of numbers, right-aligned, is made by report.py; and its sources are linked to."""
-    complaints = [] if report.fill(text) == text else ["run python tests/benchmarks/report.py"]
+    complaints = [] if report.fill(text) == text else ["run make diffs"]
     rest = without_chapters(re.sub(r"<!-- table: \w+ -->\n(.*\n)*?<!-- end -->", "", text))
     number = r"[\d,.]+( ?(ms|s|%|GiB|MB|tokens/s))?"
     numbers = rf"^\|.*--:.*|^\|.*\| *{number} *\|.*"
@@ -453,7 +453,7 @@ ROT = {
     unknown_blocks: ("```bash\n", "```bash tpu\n", "unknown mark"),
     gone_tests: ("-k planted", "-k painted", "no such test"),
     unrecorded_output: ("```text\n", "```text\nall is well\n", "nobody recorded"),
-    stale_tables: (r"(<!-- table: .*\n.*\n.*\n.*)\d(.*\d)", r"\g<1>00\2", "run python tests/ben"),
+    stale_tables: (r"(<!-- table: .*\n.*\n.*\n.*)\d(.*\d)", r"\g<1>00\2", "run make diffs"),
     invented_messages: (r"^\| `[^`]+`", "| `moon rises over silent mountains`", "no code says"),
 }
 
