@@ -139,11 +139,12 @@ def start_log(args: argparse.Namespace, device: torch.device) -> None:
         format=f"[%(asctime)s] {place}%(message)s",
         handlers=[ProgressHandler()],
     )
-    about_variant = variants.describe_folder(Path(sys.argv[0]).parent)
-    for line in about_variant[:1]:
-        logging.info(line)
-    for warning in about_variant[1:]:
-        logging.warning(warning)
+    if is_rank_0():  # the folder is the same for all
+        about_variant = variants.describe_folder(Path(sys.argv[0]).parent)
+        for line in about_variant[:1]:
+            logging.info(line)
+        for warning in about_variant[1:]:
+            logging.warning(warning)
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.machine()
     environment = {k: v for k, v in sorted(os.environ.items()) if k in LOGGED_ENVIRONMENT}
     logging.info(
