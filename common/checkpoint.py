@@ -53,7 +53,8 @@ warnings.filterwarnings("ignore", "torch.distributed is disabled", UserWarning)
 # The names of data set, model and tokenizer, which may change if their content is the same.
 SOURCES = ("dataset_name", "dataset_subset", "text_column", "model_name", "tokenizer_name")
 # The arguments that may change when a run is resumed. A new argument is fixed, unless it is added
-# here: with another value, the run would be another training.
+# here: with another value, the run would be another training. (What --num-epochs and --max-steps
+# ask for, the number of steps, is fixed.)
 MAY_CHANGE = (
     *SOURCES,
     *("experiment_name", "save_dir", "checkpoint_dir", "keep_checkpoints"),
