@@ -276,6 +276,21 @@ def test_a_head_that_the_configuration_ties(refuse, folder):
     assert torch.equal(model.transformer.wte.weight, embedding)
 
 
+PAGE = "<!DOCTYPE html>"  # a proxy or a login page may answer instead of the hub
+INDEX = "model.safetensors.index.json"
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("pytorch_model.bin", PAGE), (INDEX, PAGE), (INDEX, "{}"), (INDEX, '{"weight_map": {}}')],
+    ids=["page as weights", "page as index", "empty index", "index without metadata"],
+)
+def test_weights_and_an_index_that_are_something_else(refuse, folder, name, content):
+    """transformers raises errors of several kinds for them."""
+    write(folder, {"model/model.safetensors": None, f"model/{name}": content})
+    assert f"{folder}/model has no usable weights (" in refuse(*PRETRAINED)
+
+
 # --- what is not refused ---
 
 

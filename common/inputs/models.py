@@ -4,6 +4,7 @@ import hashlib
 import json
 import logging
 import math
+import pickle
 from pathlib import Path
 
 import huggingface_hub
@@ -236,7 +237,10 @@ def load_pretrained(
         model, report = model_class.from_pretrained(
             resolve_model(name), config=config, dtype=torch.float32, **options
         )
-    except (OSError, ValueError, RuntimeError, SafetensorError) as error:
+    except pickle.UnpicklingError as error:  # PyTorch's text advises to run code in the file
+        reason = ValueError("a .bin file holds something else than tensors")
+        raise cannot_load("weights", name, reason) from error
+    except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise cannot_load("weights", name, error) from error
     drawn = {*report["missing_keys"], *(key for key, *_ in report["mismatched_keys"])}
     prefix = "" if model_class is AutoModelForCausalLM else f"{model.base_model_prefix}."
