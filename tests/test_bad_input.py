@@ -291,6 +291,15 @@ def test_weights_and_an_index_that_are_something_else(refuse, folder, name, cont
     assert f"{folder}/model has no usable weights (" in refuse(*PRETRAINED)
 
 
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_weights_that_are_not_finite(refuse, folder, value):
+    """A training would diverge in its first step, and a text would be random."""
+    weight = load_file(folder / "model/model.safetensors")[TENSOR]
+    weight[0, 0] = value
+    write_weights(folder, **{TENSOR: weight})
+    assert f"{folder}/model have NaN or infinity in {TENSOR}: get" in refuse(*PRETRAINED)
+
+
 # --- what is not refused ---
 
 

@@ -222,8 +222,9 @@ def load_pretrained(
     """Load a model with its pretrained weights, in float32, on the CPU.
 
     model_class: another class; its head need not be in the files, and the files may have another
-    head. Raises RunError for a preset, which has no weights, if the weights cannot be loaded, and
-    if they are not those of the configuration: transformers would draw or drop what differs.
+    head. Raises RunError for a preset, which has no weights, if the weights cannot be loaded or are
+    not finite, and if they are not those of the configuration: transformers would draw or drop what
+    differs.
     """
     if name in PRESET_NAMES:
         remedy = "leave out --pretrained, or give a hub id such as -m openai-community/gpt2"
@@ -259,6 +260,13 @@ def load_pretrained(
             f"The weights of {name} have {min(unused)}, which the model of config.json does not "
             "have: get the config.json that matches them, or leave out --pretrained."
         )
+    for key, parameter in model.named_parameters():
+        # Both are NaN if one weight is. isfinite() would need memory for a copy.
+        if not all(map(math.isfinite, parameter.detach().aminmax())):
+            raise RunError(
+                f"The weights of {name} have NaN or infinity in {key}: get another copy of them, "
+                "or leave out --pretrained."
+            )
     with torch.device("meta"):
         untrained = type(model)(model.config)
     # transformers does not tie a head that is in the files and differs from the embeddings. But it
