@@ -4,6 +4,7 @@ python 04-fsdp/export.py outputs/my-run my-model
 """
 
 import argparse
+import re
 import shlex
 import sys
 import tempfile
@@ -33,8 +34,17 @@ def get_args() -> argparse.Namespace:
     add("--step", type=at_least(1), help="step of the checkpoint (default: the last one)")
     dtypes = ["float32", "bfloat16"]
     add("--param-dtype", choices=dtypes, help="of the weights (default: the run's)")
-    add("--max-shard-size", default="5GB", help="limit per weight file, such as 500MB")
+    limit = "limit per weight file, such as 500MB"
+    add("--max-shard-size", default="5GB", type=size_of_file, help=limit)
     return parser.parse_args()
+
+
+def size_of_file(text: str) -> str:
+    """Return a size as save_pretrained() takes it; an argparse type."""
+    found = re.fullmatch(r"(\d+\.?\d*)[KMGT]B", text.upper())
+    if not found or float(found[1]) == 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a size such as 500MB or 5GB")
+    return text
 
 
 def main() -> None:

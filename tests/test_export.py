@@ -7,13 +7,14 @@ import argparse
 import json
 import os
 import signal
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from helpers import ROOT, read_metrics, save_run, write_corpus
-from runner import finish, start
+from runner import finish, load_script, start
 from safetensors.torch import load_file
 from tokenizers.processors import TemplateProcessing
 from torch import nn
@@ -223,6 +224,17 @@ def test_bad_input(run, refuse, tmp_path):
     assert "has no usable tokenizer" in said
     assert f"{tmp_path} already exists" in refuse(SCRIPT, run, tmp_path)
     assert "could not be written (File exists)" in refuse(SCRIPT, run, thesis / "model")
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("size", ["5", "5GiB", "abc", "0MB", "-5MB"])
+def test_sizes_of_files_that_are_no_sizes(run, tmp_path, capsys, monkeypatch, size):
+    words = ["export.py", str(run), str(tmp_path / "model"), f"--max-shard-size={size}"]
+    monkeypatch.setattr(sys, "argv", words)
+    with pytest.raises(SystemExit) as exit_:
+        load_script(SCRIPT).main()
+    assert exit_.value.code == 2
+    assert f"{size!r} is not a size such as 500MB or 5GB" in capsys.readouterr().err
 
 
 def kill_at_rename() -> None:
