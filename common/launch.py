@@ -2,6 +2,7 @@
 
 import atexit
 import ctypes
+import io
 import os
 import re
 import signal
@@ -102,6 +103,9 @@ def run(main: Callable[[], None]) -> NoReturn:
     """
     if "TORCHELASTIC_RUN_ID" in os.environ:
         _end_with_parent()  # a torchrun that is killed would leave its workers behind
+    # Without a UTF-8 locale, characters of a text can be unknown; Python does the same with stderr.
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        sys.stdout.reconfigure(errors="backslashreplace")
     try:
         main()
     except SystemExit as error:

@@ -1,6 +1,9 @@
 """What a model writes: the tokens that it says, whatever the batch, the cache and the folder."""
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from itertools import chain, pairwise
 from pathlib import Path
@@ -248,6 +251,16 @@ def test_what_is_printed(run_main, saved):
     assert said == f"step 7 of {run} {names}; greedy: always the most likely token\n"
     out, _ = run_main(SCRIPT, run, "-p", "def", "-n", 2, *short)
     assert out.startswith("--- sample 1 of 'def'\ndef") and "\n--- sample 2 of 'def'\ndef" in out
+
+
+@pytest.mark.check
+def test_a_terminal_that_has_no_umlauts(saved):
+    """As on a cluster's node without a locale, or on Windows. The others are shown as numbers."""
+    words = [sys.executable, SCRIPT, saved / "gpt2-tiny", *GREEDY, "--max-new-tokens", 1]
+    latin = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONIOENCODING": "latin-1"}
+    asked = [*map(str, words), "--prompt", "Straße: 5 €"]
+    done = subprocess.run(asked, env=latin, capture_output=True, check=True)
+    assert done.stdout.startswith(b"Stra\xdfe: 5 \\u20ac")
 
 
 @pytest.mark.check
