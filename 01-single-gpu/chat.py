@@ -8,6 +8,8 @@ import re
 
 from transformers import PreTrainedTokenizerBase
 
+from common.errors import RunError
+
 PRIVATE = 0x10F000  # characters from here on, for private use, stand for special tokens' names
 UNKNOWN = chr(0x10FFFF)  # a character that merges with no other one
 # Some templates write today's date. With a fixed one, a run can resume on another day. Llama's
@@ -35,7 +37,16 @@ def render_chat(
     tokenizer: PreTrainedTokenizerBase,
     add_generation_prompt: bool = False,
 ) -> str:
-    """Return a conversation as text, as the chat template writes it on DATE."""
+    """Return a conversation as text, as the chat template writes it on DATE.
+
+    Raises RunError if the tokenizer has several templates by name and none of them is the default.
+    """
+    templates = tokenizer.chat_template
+    if isinstance(templates, dict) and "default" not in templates:
+        raise RunError(
+            f"{tokenizer.name_or_path} has several chat templates ({', '.join(templates)}) and no "
+            "default: leave one, as its chat_template.jinja."
+        )
     template = re.sub(
         r"strftime_now\(\s*(['\"])(.*?)\1\s*\)",
         lambda call: repr(DATE.strftime(call[2])),

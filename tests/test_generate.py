@@ -274,6 +274,25 @@ def test_a_run_of_another_user_that_may_not_be_read(saved):
         assert str(run / secret) in sentence and "ermission" in sentence and status == 2
 
 
+NAMED = [{"name": name, "template": "{{ messages[0].content }}"} for name in ("rag", "tool_use")]
+
+
+@pytest.mark.check
+def test_chat_templates_without_a_default(refuse, saved, tmp_path):
+    folder = tmp_path / "tokenizer"
+    models.load_tokenizer("gpt2-tiny").save_pretrained(folder)
+    (folder / "chat_template.jinja").unlink()
+    config = folder / "tokenizer_config.json"
+    for templates, sentence in (
+        (NAMED, f"{folder} has several chat templates (rag, tool_use) and no default: leave"),
+        ([], f"{folder} has no chat template: leave out --chat"),
+    ):
+        content = json.loads(config.read_text()) | {"chat_template": templates}
+        config.write_text(json.dumps(content))
+        said = refuse(SCRIPT, saved / "gpt2-tiny", "--chat", "--tokenizer-name", folder, "-p", "x")
+        assert sentence in said
+
+
 @pytest.mark.nightly
 def test_bad_input(refuse, saved, tmp_path):
     run, text = saved / "gpt2-tiny", "word of " * 40
