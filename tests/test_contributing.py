@@ -18,7 +18,7 @@ SCRIPT = [
     ("betas=(args.beta1, 0.95),", "betas=(args.beta1, args.beta2),"),
 ]
 TEST = [
-    ('"--beta1", BETA1, ', '"--beta1", BETA1, "--beta2", 0.9, '),
+    ('"--max-grad-norm", 0.01)', '"--max-grad-norm", 0.01, "--beta2", 0.9)'),
     ('{group["betas"][0] for group in groups}', '{group["betas"] for group in groups}'),
     ("set.union(*betas) == {BETA1}", "set.union(*betas) == {(BETA1, 0.9)}"),
     (
