@@ -224,7 +224,9 @@ def wrong_diffstats(page: Path, text: str) -> list[str]:
     right = f"{added} insertion{'s' * (added != 1)}(+), {removed} deletion{'s' * (removed != 1)}(-)"
     found = {*re.findall(r"\d+ insertions?\(\+\)(?:, \d+ deletions?\(-\))?", text)}
     opening = text.split("## The diff\n")[1].split("```diff")[0]
-    return [] if found == {right} and right in opening else [f"opens with {found}, not {right}"]
+    if found == {right} and right in opening:
+        return []
+    return [f"opens with {found}, not {right}: is the difference between the chapters meant?"]
 
 
 def refused_arguments(page: Path, text: str) -> list[str]:
