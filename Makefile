@@ -71,9 +71,8 @@ record: .venv/.test  ## make the recorded outputs again: make record ONLY='01-si
 	$(BIN)/python tests/record.py $(ONLY)
 
 diffs: .venv/.test  ## renew the .diff files and the tables after a change of a script, before you commit it
-	$(BIN)/python -m tests.renew_diffs
-	$(BIN)/python tests/gallery.py
-	$(BIN)/python tests/benchmarks/report.py
+	@status=0; for script in "-m tests.renew_diffs" tests/gallery.py tests/benchmarks/report.py; do \
+	$(BIN)/python $$script || status=$$?; done; exit $$status
 
 sizes:  ## how large pages, scripts, common, side code and tests are; no test compares the totals
 	@$(PYTHON) tests/sizes.py

@@ -306,6 +306,8 @@ NOT_TRIED = {
 def check_that_may_change(name: str, values: tuple, train: Callable, tmp_path: Path) -> None:
     """Raise an AssertionError if two runs of chapter 5 with these values differ by more than 1e-5.
 
+    Afterwards, the first run is started again with the second value, and must not be refused.
+
     Compared are the loss, the norm and the learning rate of the steps that both log. With another
     log frequency, a loss is the mean of other steps, so only the other two are compared.
     """
@@ -323,6 +325,8 @@ def check_that_may_change(name: str, values: tuple, train: Callable, tmp_path: P
         metrics = train(*words, *own, chapter=CHAPTERS[4], name=f"run-{number}")
         runs.append({line["step"]: line for line in metrics if "loss" in line})
     one, two = runs
+    if name != "checkpoint_dir":  # where the checkpoints must be moved to, first
+        train(*words, *own, chapter=CHAPTERS[4], name="run-0")
     keys = ("grad_norm", "lr") if name == "log_freq" else ("loss", "grad_norm", "lr")
     assert len(one.keys() & two.keys()) >= 3, "too few steps are compared"
     for step in one.keys() & two.keys():
@@ -332,8 +336,11 @@ def check_that_may_change(name: str, values: tuple, train: Callable, tmp_path: P
 
 
 def test_every_name_that_may_change_is_tried():
-    """A new one needs two values, or a reason."""
+    """A new one needs two values, or a reason. Each is an argument of a script."""
     assert {*TWO_VALUES, *NOT_TRIED} == {*checkpoint.MAY_CHANGE}
+    flags = {option["flag"] for chapter in CHAPTERS for option in report.options(chapter)}
+    arguments = {flag.removeprefix("--").replace("-", "_") for flag in flags}
+    assert arguments.issuperset(checkpoint.MAY_CHANGE)
 
 
 @pytest.mark.parametrize("name", TWO_VALUES)
@@ -341,7 +348,8 @@ def test_what_may_change_computes_the_same(name, train, tmp_path):
     check_that_may_change(name, TWO_VALUES[name], train, tmp_path)
 
 
-def test_planted_name_that_must_not_be_among_those_that_may_change(train, tmp_path):
+def test_planted_name_that_must_not_be_among_those_that_may_change(train, tmp_path, monkeypatch):
+    monkeypatch.setattr(checkpoint, "MAY_CHANGE", (*checkpoint.MAY_CHANGE, "beta1"))
     with pytest.raises(AssertionError, match=r"^beta1 changes the \w+ of step"):
         check_that_may_change("beta1", (0.7, 0.9), train, tmp_path)
 
