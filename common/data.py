@@ -86,16 +86,17 @@ def write_tokens(folder: Path, texts: Iterator[Text], tokenizer: PreTrainedToken
     """Write train.bin and evaluation.bin, and facts.json, which describes both."""
     dtype = np.dtype("uint16" if vocabulary_size(tokenizer) <= 2**16 else "uint32")
     train, evaluation = (_TokenWriter(folder / f"{name}.bin", dtype) for name in SPLITS)
+    end, end_id = tokenizer.eos_token, tokenizer.eos_token_id  # looked up once: it takes long
     with_separator = 0  # texts that contain the separator's name
     for (text, held_out, ends), ids in encode(texts, tokenizer):
-        with_separator += tokenizer.eos_token in text
-        tokens = np.array([*ids, tokenizer.eos_token_id] if ends else ids, dtype)
+        with_separator += end in text
+        tokens = np.array([*ids, end_id] if ends else ids, dtype)
         (evaluation if held_out else train).write(tokens, text)
     facts = {"train": train.close(), "evaluation": evaluation.close()}
     (folder / "facts.json").write_text(json.dumps(facts))
     if with_separator:
         logger.warning(
-            f"{tokenizer.eos_token} stands in {with_separator} texts, or pieces of large ones, and "
+            f"{end} stands in {with_separator} texts, or pieces of large ones, and "
             "is read as text: to separate documents, give each its own file or row of a table"
         )
 
