@@ -79,6 +79,7 @@ def load_conversations(
     """
     is_built_in, name = args.dataset_name == BUILT_IN, args.dataset_name
     seq_length = args.seq_length
+    checksum = tokenizer_checksum(tokenizer)
     parts, described = [], []
     for rows in stdlib_functions() if is_built_in else read_table(args):
         encoded = [encode_row(number, messages, name, tokenizer) for number, messages in rows]
@@ -94,7 +95,6 @@ def load_conversations(
         labels = sequences[:, KEYS.index("labels")]
         answers = labels[labels != IGNORED]
         n_bytes = len(tokenizer.decode(answers, skip_special_tokens=True).encode())
-        checksum = tokenizer_checksum(tokenizer)
         parts.append(Conversations(sequences, len(answers) / n_bytes, checksum))
         n_tokens = sum(len(input_ids) for input_ids, _ in fitting)
         described.append(

@@ -103,8 +103,8 @@ def find_documents(name: str, subset: str | None, text_column: str | None) -> Do
         versions = sorted((split, rows._fingerprint) for split, rows in table.items())
         return Documents(f"{versions} {text_column}", lambda: read_table(table, name, text_column))
     files = list_files(path)
-    refuse_pointers(files)
     if format_of_all(path, files) == "text":
+        refuse_pointers(files)
         texts = split_files(path, [file for file in files if format_of(file) == "text"])
         return _as_documents(name, texts, subset, text_column)
 
