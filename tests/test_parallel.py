@@ -29,6 +29,7 @@ from helpers import (
     write_narrow,
 )
 from runner import finish, load_script, start
+from torch.utils.checkpoint import checkpoint as recompute
 from transformers import MixtralConfig
 
 import context_parallel
@@ -129,6 +130,10 @@ SHAPES = {
         pytest.mark.nightly,
     ),
     "context 1x2 compile": (on("1x2", "-b", 24, "--compile", diff=CONTEXT), pytest.mark.nightly),
+    "context 1x2 compile full": (
+        on("1x2", "-b", 24, "--compile", *FULL, diff=CONTEXT),
+        pytest.mark.nightly,
+    ),
     "ulysses 1x2": (on("1x2", "-b", 24, ULYSSES, diff=CONTEXT), ()),
     "ulysses 1x2 compile full": (
         on("1x2", "-b", 24, ULYSSES, "--compile", *FULL, diff=CONTEXT),
@@ -143,6 +148,53 @@ SHAPES = {
 )
 def test_same_training_on_a_table_of_ranks(table, run):
     assert_chapter_1(table, run)
+
+
+class Layer(torch.nn.Module):
+    """It is compiled before and after its attention."""
+
+    @staticmethod
+    @torch.compiler.disable
+    def attention(x: torch.Tensor) -> torch.Tensor:
+        return x.cumsum(0)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.attention(x.sin()).cos()
+
+
+def compiled_and_gradient(monkeypatch, compile_layer, forward) -> tuple[set[str], torch.Tensor]:
+    """Return the names of the functions that are compiled, and the gradient."""
+    names = set()
+
+    def backend(graph: torch.fx.GraphModule, inputs: list) -> torch.fx.GraphModule:
+        names.update(node.name for node in graph.graph.nodes if node.op.startswith("call"))
+        return graph
+
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend=backend))
+    torch.compiler.reset()
+    x = torch.arange(8.0).view(4, 2).requires_grad_()
+    compile_layer(forward)(x).sum().backward()
+    return names, x.grad
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("repeat", [False, True])
+def test_compiler_leaves_out_attention_only(monkeypatch, repeat):
+    """Also in layers whose forward pass is repeated: the compiler skips whole checkpoints."""
+    forward = Layer().forward
+    _, expected = compiled_and_gradient(monkeypatch, lambda forward: forward, forward)
+    if repeat:
+        forward = partial(recompute, forward, use_reentrant=False)
+    names, gradient = compiled_and_gradient(monkeypatch, context_parallel.compile_layer, forward)
+    assert names == {"sin", "cos"}
+    assert gradient.equal(expected)
+
+
+@pytest.mark.check
+def test_planted_compiler_around_a_checkpoint_is_noticed(monkeypatch):
+    forward = partial(recompute, Layer().forward, use_reentrant=False)
+    compile_layer = lambda forward: torch.compile(forward)  # noqa: E731
+    assert compiled_and_gradient(monkeypatch, compile_layer, forward)[0] == set()
 
 
 @pytest.mark.ci

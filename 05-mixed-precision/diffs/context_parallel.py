@@ -1,6 +1,7 @@
 """Which positions of a sequence a rank has, if ranks share it; context-parallel.diff uses it."""
 
 import argparse
+from collections.abc import Callable
 from functools import partial
 
 import torch
@@ -46,6 +47,20 @@ def share_attention(model: PreTrainedModel, mesh: DeviceMesh, chunks: tuple, uly
         attend = partial(attend_with_some_heads, mesh)
     AttentionInterface.register("context_parallel", attend)
     model.config._attn_implementation = "context_parallel"
+
+
+def compile_layer(forward: Callable) -> Callable:
+    """Return the forward pass of a layer compiled; it may be `partial(recompute, forward, ...)`.
+
+    The compiler leaves out attention to gathered keys, and with it the whole checkpoint that it is
+    in. So it compiles what the checkpoint repeats. Selective recomputation has to see each matmul,
+    which compiled code hides, so its layers are not compiled.
+    """
+    if not isinstance(forward, partial):
+        return torch.compile(forward)
+    if "context_fn" in forward.keywords:
+        return forward
+    return partial(forward.func, torch.compile(*forward.args), **forward.keywords)
 
 
 def take_chunks(chunks: tuple, n_chunks: int, samples: list[dict]) -> dict[str, torch.Tensor]:
