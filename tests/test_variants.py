@@ -50,6 +50,8 @@ check = pytest.mark.check
 SENSELESS = {
     ("bfloat16-weights", "autocast"): "weights in bfloat16 leave autocast nothing to cast",
     ("data-parallel", "autocast"): "the copies of the model have its own forward, without autocast",
+    ("chunked-loss", "data-parallel"): "the copies of the model would use the first one's weight",
+    ("chunked-loss", "tensor-parallel"): "each rank has some columns of the logits",
     ("horovod", "zero1"): "zero1 shards over the ranks of torch's process group",
     ("fp8", "float16"): "fp8 multiplies and gives results in bfloat16",
     ("fp8", "pure-bfloat16"): "fp8's layers compute from weights in float32",
@@ -61,6 +63,7 @@ SENSELESS = {
 # By variant: the modules that it needs, which are beside the diffs or in experiments/.
 MODULES = {
     "async-checkpoint": {"async_checkpoint"},
+    "chunked-loss": {"chunked_loss"},
     "context-parallel": {"context_attention", "context_parallel"},
     "fp8": {"fp8"},
     "instruct": {"conversations"},
@@ -178,7 +181,7 @@ def test_planted_preambles_that_exclude_too_little_or_too_much(monkeypatch):
         with pytest.raises(AssertionError, match=r"^context-parallel and hsdp do not go together"):
             test_each_variant_applies_and_each_pair_in_both_orders(5)
     monkeypatch.setitem(globals(), "SENSELESS", {})
-    with pytest.raises(AssertionError, match=r"^float16 and fp8 go together"):
+    with pytest.raises(AssertionError, match=r"^chunked-loss and tensor-parallel go"):
         test_each_variant_applies_and_each_pair_in_both_orders(5)
 
 

@@ -6,6 +6,7 @@ python tests/benchmarks/gpus.py parallel scaling --output gpus.json
                  parallelism, a Llama of 1B
     scaling      the same global batch on 1, 2 and 4 GPUs: DDP and FSDP, GPT-2
     determinism  the same command twice, also with PyTorch's deterministic algorithms, GPT-2
+    chunked      chapter 5 with and without the variant chunked-loss on one GPU, a Llama of 1B
 
 A run is killed when it has logged enough steps: it neither evaluates nor saves at its end. The
 result file is written after each run. If it exists, the runs that it has are not done again.
@@ -63,6 +64,7 @@ ASYNC = """    if args.compile:
         torch._inductor.config._micro_pipeline_tp = True
 """
 COMPILE = "    if args.compile:\n"
+CHUNKS = "chunk_tokens=4096"
 # What attention was before its two parts were merged.
 NOT_MERGED = ("return fits and bool(torch.version.cuda)", "return False and bool(fits)")
 
@@ -215,7 +217,22 @@ def determinism(args: argparse.Namespace) -> list[Row]:
     return rows
 
 
-PARTS = {part.__name__: part for part in (parallel, scaling, determinism)}
+def chunked(args: argparse.Namespace) -> list[Row]:
+    model = "-m llama-tiny" if args.tiny else write_llama_1b(args.folder / "llama-1b")
+    chapters = {"all logits": MIXED}
+    for chunk in (4096, 2048, 8192):
+        copy = copy_chapter(MIXED, args.folder / f"chunks-{chunk}", "chunked-loss")
+        replace_in(copy / "train_llm.py", CHUNKS, CHUNKS.replace("4096", str(chunk)))
+        chapters[f"chunks of {chunk}"] = copy
+    rows = []
+    for sequences, (name, chapter) in product((1, 4), chapters.items()):
+        words = f"{model} -s 8192 -b {sequences} --global-batch-size {sequences} --compile"
+        label = f"{name}, {sequences} sequence{'s' * (sequences > 1)}"
+        rows.append(Row(label, 1, chapter, f"{words} --log-freq 4", 28, 12))
+    return rows
+
+
+PARTS = {part.__name__: part for part in (parallel, scaling, determinism, chunked)}
 
 
 def main() -> None:
