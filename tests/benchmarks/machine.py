@@ -85,14 +85,16 @@ def describe_machine() -> dict[str, object]:
         "threads": torch.get_num_threads(),
     }
     if torch.cuda.is_available():
+        # PyTorch would initialize the GPU in this process, and so use some of its memory.
+        query = "--query-gpu=name,driver_version"
+        asked = _first_line("nvidia-smi", query, "--format=csv,noheader")
+        name, _, driver = (asked or torch.cuda.get_device_name(0)).partition(", ")
         facts |= {
-            "gpu": torch.cuda.get_device_name(0),
+            "gpu": name,
             "gpus": torch.cuda.device_count(),
             "cuda": torch.version.cuda,
             "nccl": ".".join(map(str, torch.cuda.nccl.version())),
-            "driver": _first_line(
-                "nvidia-smi", "--query-gpu=driver_version", "--format=csv,noheader"
-            ),
+            "driver": driver or None,
         }
     return facts
 
