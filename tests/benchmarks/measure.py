@@ -235,6 +235,8 @@ def variants_of_chapter_5() -> Iterable[Row]:
         flags = f"{LLAMA_1B} -s 8192 --compile --global-batch-size {sequences}"
         flags = flags.replace("-b 1", f"-b {sequences}")
         yield Row(f"1B on 1, {sequences} x 8192", 5, flags, steps=20, warm_up=10)
+        label = f"chunked-loss, {sequences} x 8192"
+        yield Row(label, 5, flags, 1, "chunked-loss", steps=20, warm_up=10)
     yield Row("workers", 5, f"{GPT2} -b 64 --global-batch-size 64 --compile", 1, "workers")
 
 
