@@ -9,7 +9,9 @@ import os
 import shutil
 from collections.abc import Callable
 from pathlib import Path, PurePath
+from typing import IO
 
+import fsspec
 from filelock import FileLock
 from huggingface_hub import constants
 
@@ -55,6 +57,12 @@ def exists(path: Path) -> bool:
         return bool(path.fs.info(path.path)) if is_remote(path) else path.exists()
     except FileNotFoundError:
         return False
+
+
+def open_file(file: Path, mode: str = "rt", **options: str) -> IO:
+    """Open a local file that may be compressed."""
+    local = fsspec.filesystem("file")
+    return local.open(str(file), mode, compression="infer", **options)
 
 
 def remove_folder(path: Path) -> None:

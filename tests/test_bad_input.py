@@ -114,11 +114,8 @@ REFUSALS: list[tuple[Files, tuple[object, ...], str]] = [
     ({"a.csv": TABLE}, ("-d", "{}/a.csv", "--text-column", "body"), "no text column 'body'"),
     ({"a.parquet": b"none"}, ("-d", "{}/a.parquet"), "a.parquet has no usable data set ("),
     ({"data.gz": b"\x1f\x8b"}, ("-d", "{}/data.gz"), "data.gz does not end in one of: .txt"),
-    ({"a.json": '["a", 3]'}, ("-d", "{}/a.json"), "no text column 'text': no column is text"),
-    *(
-        ({"a.json": text}, ("-d", "{}/a.json"), "a.json has no usable data set (")
-        for text in ("", '["a", "b"')
-    ),
+    ({"a.json": "[1, 3]"}, ("-d", "{}/a.json"), "no text column 'text': no column is text"),
+    ({"a.json": '["a", "b"'}, ("-d", "{}/a.json"), "a.json has no usable data set ("),
     ({"a.txt": "Few words."}, ("-d", "{}/a.txt"), "shorter than one sequence of 128 tokens"),
     ({"a.txt": ""}, ("-d", "{}/a.txt"), "The training part of {}/a.txt is shorter than one"),
     ({"a.txt.xz": b"none"}, ("-d", "{}/a.txt.xz"), "a.txt.xz has no usable text ("),

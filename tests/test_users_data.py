@@ -201,6 +201,78 @@ def test_values_of_csv_are_as_they_are_written(tmp_path):
     assert documents.load_table(str(tmp_path / "a.csv"), None)["train"]["label"] == values
 
 
+DATES = ["2024-01-02", "2024-01-02 10:00", "2024-01-02T10:00:00Z", "2024-01-02 10:00:00.50"]
+WRITTEN = {  # by what is among the texts: values as they are written in JSON
+    "dates": [json.dumps(date) for date in DATES],
+    "texts of numbers": ['"007"', '"3.10"', '"1e5"'],
+    "numbers": ['"one"', "1.10", "7", "-1e5", "12345678901234567890123"],
+    "truths": ["true", '"one"', "false", "null"],
+    "numbers and truths": ["1", "true"],
+    "floats and large numbers": ["0.5", str(2**60)],
+}
+# Before it, more than the 10 MB that the library reads at once, and all texts.
+BLOCK = [json.dumps(words("a", 20_000))] * 50
+FORMS_OF_JSON = {
+    "lines": lambda values: "".join(f'{{"text": {value}}}\n' for value in values),
+    "array of objects": lambda values: "[" + ", ".join(f'{{"text":{v}}}' for v in values) + "]",
+    "array of texts": lambda values: f"[{', '.join(values)}]",
+    "objects of several lines": lambda values: "".join(f'{{\n"text":\n{v}\n}}\n' for v in values),
+}
+
+
+@pytest.mark.parametrize("form", FORMS_OF_JSON)
+@pytest.mark.parametrize("case", WRITTEN)
+def test_texts_of_json_are_as_they_are_written(tmp_path, case, form):
+    """Also far behind other texts, where the library would convert them to the type of these."""
+    values = WRITTEN[case]
+    expected = [None if v == "null" else json.loads(v) if v[0] == '"' else v for v in values]
+    for before in ([], BLOCK):
+        (tmp_path / "a.json").write_text(FORMS_OF_JSON[form]([*before, *values]))
+        table = documents.load_table(str(tmp_path / "a.json"), None)["train"]
+        assert table["text"][len(before) :] == expected
+        assert table["text"][: len(before)] == [json.loads(text) for text in before]
+
+
+def test_columns_of_json(tmp_path, tokenizer, caplog):
+    """Each row has its own; numbers stay numbers; one without a type is left out."""
+    rows = [
+        {"text": words("a"), "label": 0, "note": None, "more": [{"b": 1}], "mixed": "a"},
+        {"text": words("b"), "label": 1.5, "note": "late", "more": [{"c": "d"}, {}], "mixed": [1]},
+        {"other": {"x": []}},
+    ]
+    write(tmp_path, {"a.jsonl": "".join(json.dumps(row) + "\n" for row in rows)})
+    table = documents.load_table(str(tmp_path), None)["train"]
+    assert table["text"] == [words("a"), words("b"), None]
+    assert table["label"] == [0, 1.5, None] and table["note"] == [None, "late", None]
+    assert table["more"][1] == [{"b": None, "c": "d"}, {"b": None, "c": None}]
+    assert table["other"] == [None, None, {"x": []}]
+    assert table.column_names == ["text", "label", "note", "more", "other"]
+    (warning,) = caplog.messages
+    assert warning.endswith(
+        "a.jsonl: the column 'mixed' is left out, because its values are of several types"
+    )
+    with pytest.raises(RunError, match="no text column 'mixed': give --text-column one of text, "):
+        read(tmp_path, tokenizer, "mixed")
+
+
+@pytest.mark.parametrize("name", ["a.jsonl", "a.csv"])
+def test_files_of_a_card_are_read_like_others(tmp_path, name):
+    """And the card may name types, such as the classes of a label."""
+    classes = {"class_label": {"names": {"0": "bad", "1": "good"}}}
+    types = [{"name": "text", "dtype": "string"}, {"name": "label", "dtype": classes}]
+    content = {"a.jsonl": lines("2024-01-02", label=1), "a.csv": "text,label\n2024-01-02,1\n"}
+    card = CARD.format(name)
+    write(tmp_path, {name: content[name], "other.jsonl": "{}", "README.md": card})
+    table = documents.load_table(str(tmp_path), None)["train"]
+    assert table["text"] == ["2024-01-02"]
+    assert table["label"] == [1 if name == "a.jsonl" else "1"]
+    info = f"dataset_info: {json.dumps({'features': types})}"
+    write(tmp_path, {"README.md": card.replace("configs:", f"{info}\nconfigs:")})
+    table = documents.load_table(str(tmp_path), None)["train"]
+    assert table["text"] == ["2024-01-02"] and table["label"] == [1]
+    assert table.features["label"].names == ["bad", "good"]
+
+
 SEPARATORS = {
     "a comma in the header of a .tsv": ("a.tsv", "one, two and\tthree, four, five\nx\ty, z\n"),
     "packed": ("a.tsv.gz", gzip.compress(b"one, two\tthree, four, five\nx\ty, z\n")),
@@ -223,8 +295,6 @@ def test_numbers_are_no_text(tmp_path, tokenizer):
 
 STRAY = [f"{n},text {n}" for n in range(200)]
 STRAY[57], STRAY[120] = '57,"Text" 57', '120,"text 120'
-# A column that has nothing else for more than the 10 MB that are read at once, and then a string.
-LATE = f'{{"text": "{"x" * 2**20}", "note": null}}\n' * 12 + '{"text": "end", "note": "a"}\n'
 
 
 def arrow_stream_without_its_end() -> bytes:
@@ -243,11 +313,14 @@ REFUSED = [
     ({"a.csv": "text,text\na,b\n"}, "a.csv, from line 1 on: two columns are named 'text'; corr"),
     ({"a.csv": "n;text\n", "b.csv": "n,text\n"}, "b.csv has another separator than"),
     ({"a.csv": "\n".join(STRAY)}, "a.csv, from line 58 on: ',' expected after '\"'; correct it."),
-    ({"a.jsonl": '{"text": "\\ud83d"}\n'}, "has no usable data set (JSON parse error: The surroga"),
+    ({"a.jsonl": '{"text": "\\ud83d"}\n'}, "a.jsonl, column 'text': 'utf-8' codec can't encode"),
+    ({"a.jsonl": '{"text": "a", "text": "b"}\n'}, "line 1: an object has two members of one name"),
+    ({"a.jsonl": lines("a") + '\n{"text": }\n'}, "a.jsonl, line 3: Expecting value)"),
+    ({"a.json": '[\n{"text": "a"},\n]'}, "a.json, line 3: "),
+    ({"a.json": '["a", ["b"]]'}, "has no text column 'text': no column is text"),
     ({"a.jsonl": TABLE, "b.jsonl": TABLE, "README.md": TWO}, "--dataset-subset one of ['one'"),
     ({"a.txt.zst": b"\x28\xb5\x2f\xfd"}, "has no file that ends in one of: .txt"),
-    ({"a.jsonl": TABLE + '{"text": "cut off'}, "usable data set (JSON parse error: Missing"),
-    ({"a.jsonl": LATE}, "to null): check or replace its files, or keep only the text column."),
+    ({"a.jsonl": TABLE + '{"text": "cut off'}, "a.jsonl, line 3: Unterminated string"),
     ({"a.txt": words("a"), "b.txt": POINTER}, "b.txt is only a pointer of Git LFS: get the files"),
     ({"a.csv": POINTER}, "a.csv is only a pointer of Git LFS"),
     (

@@ -18,11 +18,10 @@ from pathlib import Path, PurePath
 from types import ModuleType
 from typing import IO, TYPE_CHECKING, NamedTuple
 
-import fsspec
-
 from common.errors import RunError, disk_error
+from common.inputs.json_files import load_json
 from common.inputs.names import cannot_load, check_hub_id, split_of
-from common.storage import fetch, is_remote
+from common.storage import fetch, is_remote, open_file
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict, Features  # see _import_datasets
@@ -239,12 +238,6 @@ def refuse_pointers(files: list[Path]) -> None:
             )
 
 
-def open_file(file: Path, mode: str = "rt", **options: str) -> IO:
-    """Open a file that may be compressed."""
-    local = fsspec.filesystem("file")
-    return local.open(str(file), mode, compression="infer", **options)
-
-
 # --- text ---
 
 
@@ -330,8 +323,7 @@ def load_local_table(path: Path, files: list[Path], name: str, subset: str | Non
             f"{name} has no --dataset-subset: only the hub and a folder whose README.md names "
             "configurations have subsets."
         )
-    # The library's own key for its cache has no sizes of files.
-    options = {"cache_dir": f"{datasets.config.HF_DATASETS_CACHE}/{fingerprint(files)[:32]}"}
+    key = fingerprint(files)[:32]
 
     def load() -> object:
         for file in files:
@@ -339,18 +331,50 @@ def load_local_table(path: Path, files: list[Path], name: str, subset: str | Non
         if table_format == "saved":
             return datasets.load_from_disk(path)
         if table_format == "card":
-            return datasets.load_dataset(str(path), subset, **options)
+            return _load_as_card_says(path, subset, key)
         tables = [file for file in files if format_of(file) == table_format]
-        if table_format == "csv":
-            options.update(csv_options(tables))
         by_split = split_files(path, tables) if path.is_dir() else {"train": tables}
-        data_files = {
-            split: [glob.escape(str(file.resolve())) for file in of_split]
-            for split, of_split in by_split.items()
-        }
-        return datasets.load_dataset(table_format, data_files=data_files, **options)
+        return _load_files(table_format, by_split, key)
 
     return _load(name, load)
+
+
+def _load_files(file_format: str, by_split: dict[str, list[Path]], key: str) -> "DatasetDict":
+    """Return the rows of files of one format. key: changes if the files may have changed."""
+    by_split = {split: [file.resolve() for file in files] for split, files in by_split.items()}
+    if file_format == "json":
+        return load_json(by_split, key)
+    datasets = _import_datasets()
+    options = csv_options(list(chain(*by_split.values()))) if file_format == "csv" else {}
+    return datasets.load_dataset(
+        file_format,
+        data_files={
+            split: [glob.escape(str(file)) for file in files] for split, files in by_split.items()
+        },
+        cache_dir=_cache_of(key),
+        **options,
+    )
+
+
+def _load_as_card_says(path: Path, subset: str | None, key: str) -> "DatasetDict":
+    """Return the rows of a folder whose README.md names files, and perhaps the columns' types."""
+    datasets = _import_datasets()
+    builder = datasets.load_dataset_builder(str(path), subset, cache_dir=_cache_of(key))
+    by_split = {
+        split: [Path(file) for file in files]
+        for split, files in (builder.config.data_files or {}).items()
+    }
+    formats = {format_of(file) for file in chain(*by_split.values())}
+    if formats not in ({"json"}, {"csv"}) or getattr(builder.config, "field", None):
+        return datasets.load_dataset(str(path), subset, cache_dir=_cache_of(key))
+    table = _load_files(formats.pop(), by_split, key)
+    types = builder.info.features
+    return table.cast(types) if types else table
+
+
+def _cache_of(key: str) -> str:
+    """Return a folder for what the library reads: its own key has no sizes of files."""
+    return f"{_import_datasets().config.HF_DATASETS_CACHE}/{key}"
 
 
 def _import_datasets() -> ModuleType:
