@@ -306,6 +306,16 @@ def arrow_stream_without_its_end() -> bytes:
     return sink.getvalue().to_pybytes()[:-8]
 
 
+def table_without_rows(format_name: str) -> bytes:
+    sink, table = pa.BufferOutputStream(), pa.table({"text": pa.array([], pa.string())})
+    if format_name == "parquet":
+        pa.parquet.write_table(table, sink)
+    else:
+        pa.ipc.new_stream(sink, table.schema).close()
+    return sink.getvalue().to_pybytes()
+
+
+NO_ROWS = {f"a.{name}": table_without_rows(name) for name in ("parquet", "arrow")}
 POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 132735\n"
 REFUSED = [
     ({"a.jsonl": '{"id": "1", "messages": [{"role": "user"}]}\n'}, "give --text-column one of id."),
@@ -318,6 +328,14 @@ REFUSED = [
     ({"a.jsonl": lines("a") + '\n{"text": }\n'}, "a.jsonl, line 3: Expecting value)"),
     ({"a.json": '[\n{"text": "a"},\n]'}, "a.json, line 3: "),
     ({"a.json": '["a", ["b"]]'}, "has no text column 'text': no column is text"),
+    ({"a.csv": "text,number\n"}, "has no usable data set (no rows in the split 'train'): check or"),
+    *(({name: ""}, f"{name} is empty: get it again") for name in ("a.csv", "a.jsonl", "a.parquet")),
+    ({"a.csv": "\n"}, "a.csv, from line 2 on: there is no header"),
+    ({"a.csv.gz": gzip.compress(b"")}, "there is no header"),
+    *(({"a.json": text}, "(no rows in the split 'train')") for text in ("[]", "\n")),
+    *(({name: empty}, "(no rows in the split 'train')") for name, empty in NO_ROWS.items()),
+    ({"train.csv": "text\na\n", "val.csv": "text\n"}, "(no rows in the split 'validation')"),
+    ({"train.json": '["a"]', "val.json": "[]"}, "(no rows in the split 'validation')"),
     ({"a.jsonl": TABLE, "b.jsonl": TABLE, "README.md": TWO}, "--dataset-subset one of ['one'"),
     ({"a.txt.zst": b"\x28\xb5\x2f\xfd"}, "has no file that ends in one of: .txt"),
     ({"a.jsonl": TABLE + '{"text": "cut off'}, "a.jsonl, line 3: Unterminated string"),
@@ -348,6 +366,24 @@ def test_data_that_is_refused(tmp_path, tokenizer, files, reason):
     sentence = str(error.value)
     assert reason.lower() in sentence.lower()  # the libraries write UTF-8 and utf-8
     assert "\n" not in sentence and len(sentence) < 500
+
+
+FEW = [words(str(n)) for n in range(5)]
+PART = pa.BufferOutputStream()
+pa.parquet.write_table(pa.table({"text": FEW}), PART)
+WITH_EMPTY_PART = {
+    "csv": ("\n".join(["text", *FEW]), "text\n"),
+    "json": (json.dumps(FEW), "[]"),
+    "parquet": (PART.getvalue().to_pybytes(), NO_ROWS["a.parquet"]),
+}
+
+
+@pytest.mark.parametrize("ending", WITH_EMPTY_PART)
+def test_one_of_several_files_may_have_no_rows(tmp_path, ending):
+    """As programs write them that work on many parts at the same time."""
+    part, empty = WITH_EMPTY_PART[ending]
+    write(tmp_path, {f"a.{ending}": empty, f"b.{ending}": part, f"c.{ending}": empty})
+    assert documents.load_table(str(tmp_path), None)["train"]["text"][:] == FEW
 
 
 def test_a_separator_in_a_text_is_named_in_a_warning(tmp_path, tokenizer, caplog):

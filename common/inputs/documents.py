@@ -18,6 +18,8 @@ from pathlib import Path, PurePath
 from types import ModuleType
 from typing import IO, TYPE_CHECKING, NamedTuple
 
+from pyarrow import parquet
+
 from common.errors import RunError, disk_error
 from common.inputs.json_files import load_json
 from common.inputs.names import cannot_load, check_hub_id, split_of
@@ -342,8 +344,16 @@ def load_local_table(path: Path, files: list[Path], name: str, subset: str | Non
 def _load_files(file_format: str, by_split: dict[str, list[Path]], key: str) -> "DatasetDict":
     """Return the rows of files of one format. key: changes if the files may have changed."""
     by_split = {split: [file.resolve() for file in files] for split, files in by_split.items()}
+    for file in chain(*by_split.values()):
+        if file.stat().st_size == 0:
+            raise RunError(f"{file} is empty: get it again, or leave it out.")
     if file_format == "json":
         return load_json(by_split, key)
+    if file_format == "parquet":  # the library fails if a file has no rows
+        for split, files in by_split.items():
+            by_split[split] = [file for file in files if parquet.read_metadata(file).num_rows]
+            if not by_split[split]:
+                raise ValueError(f"no rows in the split {split!r}")
     datasets = _import_datasets()
     options = csv_options(list(chain(*by_split.values()))) if file_format == "csv" else {}
     return datasets.load_dataset(
@@ -402,6 +412,8 @@ def _load(name: str, load: Callable[[], object]) -> "DatasetDict":
             listed = re.search(r"\[.*?\]", str(error))
             one_of = f"one of {listed.group()}" if listed else "its name"
             raise RunError(f"{name} has subsets: give --dataset-subset {one_of}.") from error
+        if empty := re.search('Instruction "(.+)" corresponds to no data', str(error)):
+            error = ValueError(f"no rows in the split {empty[1]!r}")
         raise cannot_load("data set", name, error.__cause__ or error) from error
     table = table if isinstance(table, dict) else {"train": table}
     if "train" not in table:
@@ -457,7 +469,7 @@ def check_csv(file: Path) -> Header:
     The separator is the one that Excel names in a first line `sep=;`, a tab in a .tsv file, or the
     most frequent one of the header. Raises RunError for two columns of one name, for a row with
     more fields than the header, and for a quotation mark that does not end its field: the library
-    would read the following rows as one. Also if it is not UTF-8.
+    would read the following rows as one. Also without a header, and if it is not UTF-8.
     """
     csv.field_size_limit(2**31 - 1)
     columns, line, skipped = [], 1, 0
@@ -482,6 +494,8 @@ def check_csv(file: Path) -> Header:
                 if len(row) > len(columns):
                     raise csv.Error(f"{len(row)} fields, and the header has {len(columns)}")
                 line = skipped + rows.line_num + 1  # where the next row begins
+            if not columns:
+                raise csv.Error("there is no header")
     except (csv.Error, UnicodeError) as error:
         raise RunError(f"{file}, from line {line} on: {error}; correct it.") from error
     return Header(separator, columns, skipped)
