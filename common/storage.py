@@ -102,25 +102,48 @@ def cached_folder(parent: str, key: object, fill: Callable[[Path], None]) -> Pat
 
     Processes that need the same folder at the same time wait for the first one. The folder exists
     only if it is complete; the next `fill` overwrites what an unfinished one has left. Raises
-    RunError if it cannot be written.
+    RunError if it cannot be read or written, for example because it is another user's.
     """
     cache = Path(constants.HF_HOME) / parent
     folder = cache / hashlib.sha256(repr(key).encode()).hexdigest()[:32]
-    if folder.exists():  # also in a cache that can only be read
-        return folder
     unfinished = folder.with_suffix(".unfinished")
     try:
-        cache.mkdir(parents=True, exist_ok=True)
-        with FileLock(f"{folder}.lock"):
-            if not folder.exists():
-                unfinished.mkdir(exist_ok=True)
-                fill(unfinished)
-                unfinished.replace(folder)
+        if not folder.exists():  # otherwise nothing is written: some caches can only be read
+            cache.mkdir(parents=True, exist_ok=True)
+            with FileLock(f"{folder}.lock"):
+                if not folder.exists():
+                    unfinished.mkdir(exist_ok=True)
+                    fill(unfinished)
+                    unfinished.replace(folder)
+        for file in folder.iterdir():
+            if file.is_file():
+                file.open("rb").close()
+    except RunError:
+        raise
     except Exception as error:
-        cause = disk_error(error)
-        if cause is None and os.access(cache, os.W_OK):
+        if cause := error_of_cache(cache, error):
+            raise cause from error
+        if os.access(cache, os.W_OK):
             raise
-        raise RunError(
-            f"Cannot write to the cache {cache} ({cause or error}): set HF_HOME to another folder."
-        ) from error
+        raise RunError(f"Cannot write to the cache {cache} ({error}): {OTHER_CACHE}.") from error
     return folder
+
+
+OTHER_CACHE = "set HF_HOME to another folder"
+
+
+def error_of_cache(cache: Path, error: BaseException) -> RunError | None:
+    """Return a RunError if the cause of an error is that a cache is full or another user's."""
+    if full := disk_error(error):
+        reason = getattr(full, "strerror", None) or full
+        return RunError(f"Cannot write to the cache {cache} ({reason}): {OTHER_CACHE}.")
+    cause = error
+    while cause is not None and not isinstance(cause, PermissionError):
+        cause = cause.__cause__
+    path = getattr(cause, "filename", None)
+    if path is None or not Path(path).is_relative_to(cache):
+        return None
+    return RunError(
+        f"No permission for {path} in the cache {cache}: ask its owner to delete or to share it, "
+        f"or {OTHER_CACHE}."
+    )

@@ -202,13 +202,13 @@ def children(pid: int) -> list[int]:
 
 
 @contextlib.contextmanager
-def unreadable(path: Path) -> Iterator[None]:
-    """Take away all permissions of a file or folder, for root, too: what overrides them goes."""
+def unreadable(path: Path, permissions: int = 0) -> Iterator[None]:
+    """Leave only these permissions of a file or folder, for root, too: what overrides them goes."""
     if sys.platform != "linux":
         pytest.skip("needs Linux")
     header, capabilities = (ctypes.c_uint32 * 2)(0x20080522, 0), (ctypes.c_uint32 * 6)()
     mode, libc = path.stat().st_mode, ctypes.CDLL(None)
-    path.chmod(0)
+    path.chmod(permissions)
     libc.capget(header, capabilities)
     effective = capabilities[0]  # those of this thread
     capabilities[0] &= ~0b110  # without CAP_DAC_OVERRIDE and CAP_DAC_READ_SEARCH

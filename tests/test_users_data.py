@@ -7,8 +7,12 @@ import json
 import logging
 import lzma
 import os
+import resource
+import shutil
+from itertools import islice
 from pathlib import Path, PurePath
 
+import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet
@@ -16,7 +20,7 @@ import pytest
 from datasets import Dataset, DatasetDict
 from helpers import unreadable
 
-from common import launch
+from common import data, launch, storage
 from common.data import load_sequences
 from common.errors import RunError
 from common.inputs import documents, names
@@ -384,6 +388,109 @@ def test_one_of_several_files_may_have_no_rows(tmp_path, ending):
     part, empty = WITH_EMPTY_PART[ending]
     write(tmp_path, {f"a.{ending}": empty, f"b.{ending}": part, f"c.{ending}": empty})
     assert documents.load_table(str(tmp_path), None)["train"]["text"][:] == FEW
+
+
+# --- the cache: full, or another user's ---
+
+
+@pytest.fixture
+def home(tmp_path, monkeypatch) -> Path:
+    """Return the folder HF_HOME, which is empty."""
+    monkeypatch.setattr(storage.constants, "HF_HOME", str(tmp_path / "home"))
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tmp_path / "home/datasets")
+    return tmp_path / "home"
+
+
+LARGE = [words(f"large {n}", 2000) for n in range(20)]  # 400 KB
+LARGE_FORMS = {"a.txt": "\n".join(LARGE), "a.json": json.dumps(LARGE)}
+LARGE_FORMS["a.csv"] = "\n".join(["text", *LARGE])
+
+
+@pytest.mark.parametrize(
+    ("name", "cache"), [("a.txt", "tokens"), ("a.json", "tables"), ("a.csv", "datasets")]
+)
+def test_a_full_disk_is_named_by_its_folder(tmp_path, home, tokenizer, name, cache):
+    """And what was written there is not used later."""
+    write(tmp_path, {name: LARGE_FORMS[name]})
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, hard))  # bytes that a file may have
+    try:
+        with pytest.raises(RunError) as error:
+            read(tmp_path / name, tokenizer)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    end = "(File too large): set HF_HOME to another folder."
+    assert str(error.value) == f"Cannot write to the cache {home}/{cache} {end}"
+    text = "".join(read(tmp_path / name, tokenizer))
+    assert all(f"This is large {n}. " in text for n in range(20))
+
+
+# By what it is: where, and which of its permissions another user has.
+LEFT = {
+    "lock": ("tokens/*.lock", 0o444),
+    "file": ("tokens/*.unfinished/train.bin", 0o444),
+    "folder": ("tokens/*.unfinished", 0o555),
+    "cache": ("tokens", 0o555),
+    "secret cache": ("tokens", 0),
+}
+
+
+def leave_unfinished(path: Path, home: Path, tokenizer: object, monkeypatch) -> None:
+    """Leave what a run leaves that was killed when it had written some of the tokens."""
+
+    def encode_some(texts, tokenizer):
+        yield from islice(encode(texts, tokenizer), 1)
+        raise KeyboardInterrupt
+
+    encode = data.encode
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(data, "encode", encode_some)
+        read(path, tokenizer)
+    (unfinished,) = home.glob("tokens/*.unfinished")
+    unfinished.with_suffix(".lock").touch()
+    with (unfinished / "train.bin").open("ab") as file:
+        file.write(bytes(10**6))  # more than is written later
+
+
+@pytest.mark.parametrize("what", LEFT)
+def test_what_another_user_has_left_in_the_cache(tmp_path, home, tokenizer, monkeypatch, what):
+    """It is used if the permissions allow it; otherwise its name is in one sentence."""
+    write(tmp_path, {"a.csv": FORMS["a.csv"], "b.csv": FORMS["a.csv"]})
+    expected = read(tmp_path / "b.csv", tokenizer)
+    shutil.rmtree(home / "tokens")
+    leave_unfinished(tmp_path / "a.csv", home, tokenizer, monkeypatch)
+    pattern, permissions = LEFT[what]
+    (path,) = home.glob(pattern)
+    with unreadable(path, permissions), pytest.raises(RunError) as error:
+        read(tmp_path / "a.csv", tokenizer)
+    assert f"{path}" in str(error.value) and "set HF_HOME to another folder." in str(error.value)
+    assert "ermission" in str(error.value)
+    assert read(tmp_path / "a.csv", tokenizer) == expected
+
+
+@pytest.mark.parametrize("pattern", ["tokens/*", "tokens/*/*.bin", "tables/*", "tables/*/*.arrow"])
+def test_what_another_user_has_written_to_the_cache(tmp_path, home, tokenizer, pattern):
+    write(tmp_path, {"a.json": json.dumps(MANY)})
+    expected = read(tmp_path / "a.json", tokenizer)
+    if pattern.startswith("tables"):
+        shutil.rmtree(home / "tokens")
+    path = next(each for each in home.glob(pattern) if each.suffix != ".lock")
+    with unreadable(path), pytest.raises(RunError, match=f"^No permission for {path}"):
+        read(tmp_path / "a.json", tokenizer)
+    assert read(tmp_path / "a.json", tokenizer) == expected
+
+
+@pytest.mark.parametrize("permissions", [0o555, 0])
+def test_what_another_user_has_written_to_the_cache_of_the_library(
+    tmp_path, home, tokenizer, permissions
+):
+    write(tmp_path, {"a.csv": FORMS["a.csv"], "b.csv": FORMS["a.csv"]})
+    read(tmp_path / "a.csv", tokenizer)
+    with (
+        unreadable(home / "datasets", permissions),
+        pytest.raises(RunError, match=f"^No permission for {home}/datasets/.* in the cache {home}"),
+    ):
+        read(tmp_path / "b.csv", tokenizer)
 
 
 def test_a_separator_in_a_text_is_named_in_a_warning(tmp_path, tokenizer, caplog):

@@ -20,10 +20,10 @@ from typing import IO, TYPE_CHECKING, NamedTuple
 
 from pyarrow import parquet
 
-from common.errors import RunError, disk_error
+from common.errors import RunError
 from common.inputs.json_files import load_json
 from common.inputs.names import cannot_load, check_hub_id, split_of
-from common.storage import fetch, is_remote, open_file
+from common.storage import error_of_cache, fetch, is_remote, open_file
 
 if TYPE_CHECKING:
     from datasets import Dataset, DatasetDict, Features  # see _import_datasets
@@ -406,8 +406,8 @@ def _load(name: str, load: Callable[[], object]) -> "DatasetDict":
     except RunError:
         raise
     except Exception as error:  # the library wraps errors of its readers in many classes
-        if cause := disk_error(error):
-            raise cause from None
+        if cause := error_of_cache(Path(_import_datasets().config.HF_DATASETS_CACHE), error):
+            raise cause from error
         if "Config name is missing" in str(error):
             listed = re.search(r"\[.*?\]", str(error))
             one_of = f"one of {listed.group()}" if listed else "its name"
