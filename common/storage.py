@@ -17,6 +17,8 @@ from huggingface_hub import constants
 
 from common.errors import RunError, disk_error
 
+OTHER_CACHE = "set HF_HOME to another folder"  # the end of messages
+
 
 def is_remote(path: object) -> bool:
     """Return whether this is an address, as a string or as a UPath."""
@@ -127,9 +129,6 @@ def cached_folder(parent: str, key: object, fill: Callable[[Path], None]) -> Pat
             raise
         raise RunError(f"Cannot write to the cache {cache} ({error}): {OTHER_CACHE}.") from error
     return folder
-
-
-OTHER_CACHE = "set HF_HOME to another folder"
 
 
 def error_of_cache(cache: Path, error: BaseException) -> RunError | None:
