@@ -122,6 +122,7 @@ def get_args() -> argparse.Namespace:
     add("-b", "--batch-size", default=8, type=at_least(1), help="sequences per micro-batch and GPU")
     add("--accumulation", default=1, type=at_least(1), help="micro-batches per step")
     add("--reduce-every-backward", action="store_true", help="reduce after each micro-batch")
+    add("--chunk-tokens", type=at_least(1), help="of the variant chunked-loss (default: without)")
     add = parser.add_argument_group("shard").add_argument
     default_on = {"default": True, "action": argparse.BooleanOptionalAction}
     add("--reshard-after-forward", **default_on, help="free weights between forward and backward")

@@ -15,7 +15,8 @@ Sources: https://arxiv.org/abs/1910.02054 (ZeRO) and torch/distributed/fsdp/_ful
 
 Activations, the tensors that the forward pass saves for the backward pass, come on top. They are
 counted: the model runs one step on the meta device, where tensors have shapes but no data
-(reference.md adds them up by hand). A compiled loss holds only the logits and their gradient. A
+(reference.md adds them up by hand). A compiled loss holds only the logits and their gradient, or,
+with chunked-loss, the logits of a chunk. A
 compiled layer with selective checkpointing does not save its last matmul, which its backward pass
 does not need. With context parallelism, a GPU has its share of the positions, and in each layer the
 keys and values of all positions, repeated for each query head.
@@ -28,10 +29,12 @@ that compiled layers of Llama recompute on their own.
 """
 
 import math
+import sys
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -48,6 +51,9 @@ from transformers import (
 
 from common.errors import RunError
 from common.inputs import models
+
+sys.path.append(str(Path(__file__).resolve().parents[1] / "01-single-gpu/diffs"))
+from chunked_loss import chunk_loss
 
 # The same as in the variant selective-recomputation.
 KERNELS = ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
@@ -73,6 +79,7 @@ class Options:
     hsdp: bool = False
     cpu_offload: bool = False
     compile: bool = False
+    chunk_tokens: int | None = None  # tokens that have logits at once, with chunked-loss
     context_parallel: int = 1  # GPUs that share each sequence, with the variant of this name
 
 
@@ -99,7 +106,8 @@ def predict(config: PretrainedConfig, options: Options, cache: dict | None = Non
     else:
         lifetime = "step" if options.sharding == "none" and not accumulates else "tensor"
     key = (options.batch_size, options.seq_length, stored, computed)
-    key += (options.activation_checkpointing, options.compile, options.context_parallel, lifetime)
+    key += (options.activation_checkpointing, options.compile, options.chunk_tokens)
+    key += (options.context_parallel, lifetime)
     cache = {} if cache is None else cache
     if key not in cache:
         cache[key] = count_activations(config, options, lifetime)
@@ -259,7 +267,11 @@ def count_activations(
             layer.forward = partial(recompute, layer.forward)
         layer.register_forward_pre_hook(partial(enter_forward, i), with_kwargs=True)
     layers[-1].register_forward_hook(enter_head)
-    if options.compile:
+    if options.chunk_tokens:
+        chunk_loss(model, options.chunk_tokens, compile=False)
+        if options.compile:
+            model.loss_function.loss_of_chunk = lambda logits, labels: logits.new_zeros(())
+    elif options.compile:
         model.loss_function = lambda logits, *_, **__: CompiledLoss.apply(logits)
     if lifetime == "tensor":
         for parameter in model.parameters():

@@ -2,10 +2,8 @@
 
 import copy
 
-import chunked_loss
 import pytest
 import torch
-from chunked_loss import chunk_loss
 from helpers import (
     CHAPTERS,
     Ladder,
@@ -20,6 +18,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PreTrainedModel
 
+import chunked_loss
+from chunked_loss import chunk_loss
 from common.data import IGNORED
 from common.errors import RunError
 
@@ -146,7 +146,7 @@ class Largest(TorchDispatchMode):
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         result = func(*args, **(kwargs or {}))
         sizes = [t.numel() for t in tree_leaves(result) if isinstance(t, torch.Tensor)]
-        self.numel = max(self.numel, *sizes, 0)
+        self.numel = max([self.numel, *sizes])
         return result
 
 

@@ -21,9 +21,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 from torch.utils.weak import WeakIdKeyDictionary
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 import context_parallel
+from chunked_loss import chunk_loss
+from common.errors import RunError
 from common.inputs.models import causal_attention, load_config
 
 import peak_memory
@@ -34,6 +36,7 @@ STORED = ("parameters", "gradients", "moments")
 
 FSDP = {"sharding": "fsdp"}
 TOKENS = {"batch_size": 2, "seq_length": 128}
+GEMMA = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 64}
 
 
 def draw(choices: random.Random) -> tuple[str, dict[str, object]]:
@@ -133,7 +136,9 @@ def train(name: str, options: Options, **sizes: int) -> dict[str, int]:
         elif options.sharding != "none":
             forward = DistributedDataParallel(model, gradient_as_bucket_view=True)
             forward.register_comm_hook(None, noop_hook)  # an all-reduce returns nothing here
-        if options.compile:  # without its layers, which the prediction leaves as they are
+        if options.chunk_tokens:
+            chunk_loss(model, options.chunk_tokens, compile=False)
+        elif options.compile:  # without its layers, which the prediction leaves as they are
             model.loss_function = lambda logits, *_, **__: peak_memory.CompiledLoss.apply(logits)
         adamw = torch.optim.AdamW
         if options.sharding == "zero1":
@@ -218,6 +223,23 @@ def test_a_rank_holds_what_is_predicted_with_context_parallelism(alone, checkpoi
             assert predicted == pytest.approx(found, rel=0.01), (name, vocab_size)
     shorter = replace(options, seq_length=40, context_parallel=1)
     assert predict(load(name, **sizes), shorter)["peak"] < 0.95 * found
+
+
+@pytest.mark.parametrize("sharding", first_then_nightly(["fsdp", "ddp", "none"]))
+def test_a_rank_holds_what_is_predicted_with_a_chunked_loss(alone, sharding):
+    """Planted: all logits, which decide without chunks."""
+    for precision in ("bf16", "tf32") if sharding == "fsdp" else ("tf32",):
+        flags = {"sharding": sharding, "precision": precision, "gpus": 6}
+        options = Options(**flags, batch_size=4, seq_length=128, chunk_tokens=100)
+        for name in ("gpt2-tiny", "llama-tiny"):
+            predicted, found = predict(load(name), options)["peak"], train(name, options)["peak"]
+            assert predicted == pytest.approx(found, rel=0.02), (name, precision)
+            assert predict(load(name), replace(options, chunk_tokens=None))["peak"] > 1.2 * found
+
+
+def test_the_chunked_loss_of_a_model_that_caps_its_logits_is_refused():
+    with pytest.raises(RunError, match="The output layer of gemma2 is followed by more"):
+        predict(CONFIG_MAPPING["gemma2"](**GEMMA), Options(chunk_tokens=100, **TOKENS))
 
 
 @pytest.mark.check

@@ -6,7 +6,7 @@ python tests/benchmarks/gpus.py parallel scaling --output gpus.json
                  parallelism, a Llama of 1B
     scaling      the same global batch on 1, 2 and 4 GPUs: DDP and FSDP, GPT-2
     determinism  the same command twice, also with PyTorch's deterministic algorithms, GPT-2
-    chunked      chapter 5 with and without the variant chunked-loss on one GPU, a Llama of 1B
+    chunked      the variant chunked-loss and chapter 5 on one GPU, a Llama of 1B and GPT-2
 
 A run is killed when it has logged enough steps: it neither evaluates nor saves at its end. The
 result file is written after each run. If it exists, the runs that it has are not done again.
@@ -229,6 +229,9 @@ def chunked(args: argparse.Namespace) -> list[Row]:
         words = f"{model} -s 8192 -b {sequences} --global-batch-size {sequences} --compile"
         label = f"{name}, {sequences} sequence{'s' * (sequences > 1)}"
         rows.append(Row(label, 1, chapter, f"{words} --log-freq 4", 28, 12))
+    for name in ("all logits", "chunks of 4096"):
+        words = f"{GPT2} -b 64 --global-batch-size 64 --compile --log-freq 10"
+        rows.append(Row(f"GPT-2, {name}", 1, chapters[name], words, 70, 30))
     return rows
 
 
