@@ -1,9 +1,11 @@
 """A trained model: from a run's checkpoint, a folder of weights, or the hub."""
 
 import os
+import sys
 from contextlib import suppress
 from itertools import chain
 from pathlib import Path
+from types import ModuleType
 from typing import NamedTuple
 
 import torch
@@ -160,6 +162,7 @@ def load_weights(
 
     model_name, tokenizer_name: None for those of the run. dtype: of the parameters. Tied weights
     occur once; buffers that no checkpoint contains are left out. The optimizer state is not read.
+    Adapters of the variant lora are merged into the weights.
     The model has the generation settings of the model that the run started from, if it has any.
     Raises RunError if a file is missing or damaged, or if the names do not match the checkpoint.
     """
@@ -192,9 +195,27 @@ def load_weights(
         for name, tensor in chain(model.named_parameters(), model.named_buffers())
         if name in persistent
     }
-    checkpoint.read_files(saved.path, {"model": weights}, "give another --step", no_dist=True)
+    if "adapter" in saved.settings:
+        lora = import_lora()
+        adapted = lora.load_adapted(saved.path, saved.settings, model_name, config)
+        lora.merge(adapted)
+        for name, tensor in adapted.state_dict().items():
+            if name in weights:  # tied weights have several names
+                weights[name].copy_(tensor)
+    else:
+        checkpoint.read_files(saved.path, {"model": weights}, "give another --step", no_dist=True)
     named = f"(model {model_name}, tokenizer {tokenizer_name})"
     return model, weights, tokenizer, f"step {saved.step} of {saved.run} {named}"
+
+
+def import_lora() -> ModuleType:
+    """Return the module of the variant lora. Raises RunError if PEFT is not installed."""
+    folder = str(Path(__file__).parent / "diffs")
+    if folder not in sys.path:
+        sys.path.append(folder)
+    import lora
+
+    return lora
 
 
 def check_output(file: Path | None) -> None:

@@ -48,6 +48,8 @@ def predict_all(config: PretrainedConfig, options: Options, cache: dict) -> dict
     """
     alone = replace(options, context_parallel=1)
     found = {n: predict(config, replace(alone, **each), cache) for n, each in SETUPS.items()}
+    if options.lora_rank:
+        del found["Chapter 2 or 3 with zero1"]  # the variants do not go together
     for name, changes in SETUPS.items():
         if options != alone and "precision" in changes and "cpu_offload" not in changes:
             shared = f"{name} --context-parallel {options.context_parallel}"
@@ -116,6 +118,7 @@ def get_args() -> argparse.Namespace:
     add("-m", "--model-name", default="gpt2", help="preset, folder or hub id")
     add("--num-layers", type=at_least(1), help="transformer layers (default: the model's)")
     add("-s", "--seq-length", type=at_least(2), help="tokens (default: the model's limit, <= 1024)")
+    add("--lora-rank", default=0, type=at_least(0), help="with the variant lora; 0: all weights")
     add("--param-dtype", default="float32", choices=["float32", "bfloat16"], help="of the weights")
     add("--compile", action="store_true", help="layers and loss are compiled")
     add = parser.add_argument_group("optimize").add_argument

@@ -13,6 +13,9 @@ N parameters of e bytes each (4 in float32) take, on each of n GPUs, in bytes:
 FSDP cuts each parameter along its first dimension d into n shards of ceil(d / n) rows.
 Sources: https://arxiv.org/abs/1910.02054 (ZeRO) and torch/distributed/fsdp/_fully_shard.
 
+With the variant lora, only the adapters have gradients and moments, and e N counts both them and
+the frozen weights.
+
 Activations, the tensors that the forward pass saves for the backward pass, come on top. They are
 counted: the model runs one step on the meta device, where tensors have shapes but no data
 (reference.md adds them up by hand). A compiled loss holds only the logits and their gradient, or,
@@ -52,8 +55,11 @@ from transformers import (
 from common.errors import RunError
 from common.inputs import models
 
+sys.path.append(str(Path(__file__).resolve().parents[1] / "01-single-gpu"))
 sys.path.append(str(Path(__file__).resolve().parents[1] / "01-single-gpu/diffs"))
 from chunked_loss import chunk_loss
+
+from trained_model import import_lora
 
 # The same as in the variant selective-recomputation.
 KERNELS = ("flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu")
@@ -81,6 +87,7 @@ class Options:
     compile: bool = False
     chunk_tokens: int | None = None  # tokens that have logits at once, with chunked-loss
     context_parallel: int = 1  # GPUs that share each sequence, with the variant of this name
+    lora_rank: int = 0  # of the adapters, with the variant lora; 0: all weights are trained
 
 
 def predict(config: PretrainedConfig, options: Options, cache: dict | None = None) -> dict:
@@ -108,41 +115,43 @@ def predict(config: PretrainedConfig, options: Options, cache: dict | None = Non
     key = (options.batch_size, options.seq_length, stored, computed)
     key += (options.activation_checkpointing, options.compile, options.chunk_tokens)
     key += (options.context_parallel, lifetime)
+    key += (options.lora_rank,)
     cache = {} if cache is None else cache
     if key not in cache:
         cache[key] = count_activations(config, options, lifetime)
-    groups, activations = cache[key]
+    groups, trained_groups, activations = cache[key]
 
     ranks = ranks_per_shard_group(options)
     shards = [shard_numel(group, ranks) for group in groups]
-    shapes = [shape for group in groups for shape in group]
-    with_moments = zero1_numel(shapes, options.gpus) if options.sharding == "zero1" else sum(shards)
+    trained = [shard_numel(group, ranks) for group in trained_groups]
+    shapes = [shape for group in trained_groups for shape in group]
+    has_moments = zero1_numel(shapes, options.gpus) if options.sharding == "zero1" else sum(trained)
     states = {
         "parameters": stored * sum(shards),
-        "gradients": stored * sum(shards),
-        "moments": 2 * stored * with_moments,
-        "buckets": stored * sum(shards) * (unreduced and options.sharding in ("ddp", "zero1")),
+        "gradients": stored * sum(trained),
+        "moments": 2 * stored * has_moments,
+        "buckets": stored * sum(trained) * (unreduced and options.sharding in ("ddp", "zero1")),
     }
     on_gpu = dict.fromkeys(states, 0) if options.cpu_offload else states
     gathered = [ranks * shard * computed for shard in shards]
-    sent = [ranks * shard * reduced for shard in shards]
+    sent = [ranks * shard * reduced for shard in trained]
     # During the optimizer step there are no activations. The first step creates the moments.
     phases = {("update", 0): {**on_gpu, "gathered": 0, "activations": 0}}
     for phase, layer, size in activations:
         parts = {**on_gpu, "gathered": 0, "activations": size}
-        done = slice(layer + 1, len(shards) - 1) if phase == "backward" else slice(0)
+        done = slice(layer + 1, len(trained) - 1) if phase == "backward" else slice(0)
         if sharded:
             parts["gathered"] = gathered_bytes(gathered, sent, phase, layer, options)
             parts["gathered"] += (sum(sent) - sum(sent[done])) * unreduced
             if not reduces_each and not options.cpu_offload:
-                parts["gradients"] = stored * sum(shards[done])
+                parts["gradients"] = stored * sum(trained[done])
         elif lifetime == "step":
             parts["gradients"] = 0  # counted with the activations
         phases[phase, layer] = parts
     if sharded:  # the last reduce-scatter: the root's gradients and their communication buffer
         last = (sent if unreduced else gathered)[-1] + sent[-1]
         parts = {**on_gpu, "gathered": last, "activations": 0}
-        parts["gradients"] = min(on_gpu["gradients"], stored * sum(shards[:-1]))
+        parts["gradients"] = min(on_gpu["gradients"], stored * sum(trained[:-1]))
         phases["reduce", 0] = parts
     peak_at = max(phases, key=lambda name: sum(phases[name].values()))
     return {
@@ -210,8 +219,8 @@ def gathered_bytes(
 
 def count_activations(
     config: PretrainedConfig, options: Options, lifetime: str
-) -> tuple[list[list[torch.Size]], list[tuple[str, int, int]]]:
-    """Return the parameter shapes of each group, and (phase, layer, peak bytes) of each phase.
+) -> tuple[list[list[torch.Size]], list[list[torch.Size]], list[tuple[str, int, int]]]:
+    """Return the shapes of each group, of its trained ones, and (phase, layer, peak bytes).
 
     A group is what one fully_shard call gathers: the parameters of a layer, or, in the last group,
     all others. The phases are the forward pass of each layer; the head, which is the final norm,
@@ -236,6 +245,8 @@ def count_activations(
         attend = partial(attend_to_row, options.context_parallel)
         AttentionInterface.register("predicted_context_parallel", attend)
         model.config._attn_implementation = "predicted_context_parallel"
+    if options.lora_rank:
+        import_lora().add_adapters(model, options.lora_rank)
     layers = next(module for module in model.modules() if isinstance(module, torch.nn.ModuleList))
     parameters = [list(layer.parameters()) for layer in layers]
     in_layers = {id(parameter) for group in parameters for parameter in group}
@@ -250,7 +261,8 @@ def count_activations(
     def enter_forward(i: int, module, args: tuple, kwargs: dict) -> None:
         live.start("forward", i)
         hidden = args[0] if args else kwargs["hidden_states"]
-        hidden.register_hook(partial(enter_backward, i - 1))
+        if hidden.requires_grad:  # not if it comes from frozen embeddings
+            hidden.register_hook(partial(enter_backward, i - 1))
 
     def enter_head(module, args: tuple, output) -> None:
         live.start("head", len(layers))
@@ -274,7 +286,7 @@ def count_activations(
     elif options.compile:
         model.loss_function = lambda logits, *_, **__: CompiledLoss.apply(logits)
     if lifetime == "tensor":
-        for parameter in model.parameters():
+        for parameter in (p for p in model.parameters() if p.requires_grad):
             parameter.register_post_accumulate_grad_hook(lambda p: setattr(p, "grad", None))
     shape = (options.batch_size, options.seq_length // options.context_parallel)
     tokens = torch.zeros(shape, dtype=torch.int64, device="meta")
@@ -290,13 +302,14 @@ def count_activations(
     if forwards != list(range(-1, len(layers))):
         raise cannot_predict(config, "its layers do not run once each, one after the other")
     groups = [[parameter.shape for parameter in group] for group in parameters]
+    trained = [[p.shape for p in group if p.requires_grad] for group in parameters]
     if options.compile and options.activation_checkpointing == "selective":
         last_matmul = math.prod(shape) * config.hidden_size * (2 if half else 4)
         for entry in live.phases:
             phase, layer, _ = entry
             finished = max(0, layer + (phase == "backward"))  # layers that have saved tensors then
             entry[2] -= finished * last_matmul
-    return groups, [tuple(entry) for entry in live.phases]
+    return groups, trained, [tuple(entry) for entry in live.phases]
 
 
 def cannot_predict(config: PretrainedConfig, reason: str) -> RunError:

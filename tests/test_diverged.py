@@ -31,6 +31,10 @@ def bad_gradient(step: int) -> tuple[str, str]:
     )
 
 
+# In the last step, a gradient is infinite on rank 1.
+ONE_BAD_GRADIENT = tuple(
+    text.replace('state["step"] ==', 'rank == 1 and state["step"] ==') for text in bad_gradient(16)
+)
 # The chapter, the ranks, the bug, variants, in which step it is noticed, and which checkpoint
 # stays. With the sum of the losses only, this rank's gradients are good.
 CASES = {
@@ -39,6 +43,9 @@ CASES = {
     "in the step of a checkpoint": ("01-single-gpu", 1, [bad_gradient(16)], (), 16, 8),
     "sharded": ("04-fsdp", 2, [bad_gradient(9)], (), 12, 8),
     "one rank's sum only": ("02-ddp", 2, [becomes_nan(RUNNING, 12, 1)], (), 12, 8),
+    # Steps 10 and 16 are logged, and step 10 is saved: the only outer steps.
+    "of one rank alone": ("03-multi-node", 2, [becomes_nan(LOSS, 11, 1)], ("local-sgd",), 16, 10),
+    "one rank's gradient": ("03-multi-node", 2, [ONE_BAD_GRADIENT], ("local-sgd",), 16, 10),
     "before the first checkpoint": ("01-single-gpu", 1, [becomes_nan(LOSS, 2, 0)], (), 4, 0),
 }
 # A script in which the bug is planted beside the case that must notice it.
@@ -46,6 +53,10 @@ BUGS = {
     "each rank its own loss": (
         "one rank's sum only",
         [(SUM, f"            finite = running_loss.isfinite()\n{SUM}"), (FINITE, ONE_RANK)],
+    ),
+    "each rank its own norm": (
+        "one rank's gradient",
+        [("            dist.all_reduce(grad_norm)\n", "")],
     ),
     "the loss only": (
         "in the step of a checkpoint",
@@ -55,7 +66,7 @@ BUGS = {
 for chapter, _, replaced, variants, *_ in CASES.values():
     register(chapter, replaced, variants)
 for case, replaced in BUGS.values():
-    register(CASES[case][0], replaced)
+    register(CASES[case][0], replaced, CASES[case][3])
 
 
 def check_stop(folder: Path, case: str, wrong: list[tuple[str, str]] = ()) -> None:

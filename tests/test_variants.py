@@ -57,6 +57,10 @@ SENSELESS = {
     ("fp8", "pure-bfloat16"): "fp8's layers compute from weights in float32",
     ("fp8", "tensor-parallel"): "the plan splits torch's own Linear layers",
     ("muon", "horovod"): "Horovod makes the optimizer anew, from groups of parameters",
+    ("local-sgd", "zero1"): "zero1 sends weights in each step",
+    ("lora", "local-sgd"): "adapters are small, so DDP sends little",
+    ("lora", "tensor-parallel"): "the plan splits torch's own Linear layers",
+    ("lora", "zero1"): "adapters have few moments, and zero1 would send all weights",
     ("pure-bfloat16", "loss-scaling"): "bfloat16 has the range of float32",
     ("stochastic-rounding", "hsdp"): "replicas would be rounded differently",
     ("stochastic-rounding", "tensor-parallel"): "copies of norms would be rounded differently",
@@ -69,6 +73,7 @@ MODULES = {
     "fp8": {"fp8"},
     "instruct": {"conversations"},
     "muon": {"muon"},
+    "lora": {"lora"},
     "stochastic-rounding": {"stochastic_rounding"},
     "track-nodes": {"track_nodes"},
     "workers": {"data_workers"},
@@ -564,6 +569,7 @@ REFUSED_FOR = {
     "bfloat16-weights": "param_dtype",
     "float16": "(--)?precision",
     "muon": "optimizer",
+    "local-sgd": "averaged",
     "pure-bfloat16": "(param_dtype|--precision)",
     "reduce-bfloat16": "reduce_dtype",
     "stochastic-rounding": "rounding",
@@ -572,10 +578,12 @@ ELSEWHERE = {
     "fp8": "trains with torchao only",
     "horovod": "trains with horovodrun only",
     "instruct": "trains on other data",
+    "lora": "trains on pretrained weights",
 }
 RESUMED = [(number, each.name) for number, each in APPLIED if each.name not in ELSEWHERE]
 ARGUMENTS = {
     "context-parallel": ("--context-parallel", 2),
+    "local-sgd": ("--local-steps", 2),
     "tensor-parallel": ("--tensor-parallel", 2),
     "workers": ("--num-workers", 1),
 }
