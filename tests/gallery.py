@@ -36,6 +36,14 @@ MEASURED = {
         "8B model in one node: 64.8 GiB instead of 35.0 GiB, 4% slower",
         "05-mixed-precision/measurements.md#four-gpus",
     ),
+    "local-sgd": (
+        "GPT-2 on four nodes at 1 Gbit/s: a step of 0.2 s instead of 7.8 s (calculated)",
+        "03-multi-node/topics/local_sgd.md#what-it-gains",
+    ),
+    "lora": (
+        "8B model on one GPU, 8,192 tokens: 46.2 GiB (predicted)",
+        "01-single-gpu/topics/lora.md#memory",
+    ),
     "pure-bfloat16": ("GPT-2: 5% faster, but small updates are lost", GPT2),
     "reduce-bfloat16": ("8B model: 2% faster", PRECISIONS),
     "reduce-every-backward": (

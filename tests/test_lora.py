@@ -116,7 +116,7 @@ def test_planted_other_adapters_are_noticed(ladder):
 @pytest.mark.parametrize(
     ("chapter", "variants", "args"),
     [
-        (FSDP, ("cpu-offload", "lora", "selective-recomputation"), ()),
+        (FSDP, ("cpu-offload", "lora", "reduce-every-backward"), ("-b", 2)),
         (FSDP, ("async-checkpoint", "lora", "zero2"), ("--activation-checkpointing", "-b", 2)),
         (CHAPTERS[4], ("context-parallel", "lora", "mesh"), ("--context-parallel", 2)),
     ],

@@ -24,6 +24,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 import context_parallel
+import lora
 from chunked_loss import chunk_loss
 from common.errors import RunError
 from common.inputs.models import causal_attention, load_config
@@ -111,6 +112,8 @@ def train(name: str, options: Options, **sizes: int) -> dict[str, int]:
         model = AutoModelForCausalLM.from_config(
             config, attn_implementation=causal_attention(config), dtype=torch.float32
         )
+        if options.lora_rank:
+            lora.add_adapters(model, options.lora_rank)
         shared = options.context_parallel > 1
         chunks = share_sequences(model, options) if shared else ()
         forward = model
@@ -163,7 +166,9 @@ def train(name: str, options: Options, **sizes: int) -> dict[str, int]:
             states = [inner.state[p] for p in model.parameters() if p in inner.state]
             stored = {
                 "parameters": sum(local(p).nbytes for p in model.parameters()),
-                "gradients": sum(local(p.grad).nbytes for p in model.parameters()),
+                "gradients": sum(
+                    local(p.grad).nbytes for p in model.parameters() if p.grad is not None
+                ),
                 "moments": sum(
                     local(s[key]).nbytes for s in states for key in ("exp_avg", "exp_avg_sq")
                 ),
@@ -240,6 +245,19 @@ def test_a_rank_holds_what_is_predicted_with_a_chunked_loss(alone, sharding):
 def test_the_chunked_loss_of_a_model_that_caps_its_logits_is_refused():
     with pytest.raises(RunError, match="The output layer of gemma2 is followed by more"):
         predict(CONFIG_MAPPING["gemma2"](**GEMMA), Options(chunk_tokens=100, **TOKENS))
+
+
+@pytest.mark.ci
+def test_a_rank_holds_what_is_predicted_with_adapters(alone):
+    """Planted: all weights are trained."""
+    flags = {**TOKENS, "lora_rank": 4}
+    full = FSDP | {"precision": "bf16", "activation_checkpointing": "full"}
+    for name in ("gpt2-tiny", "llama-tiny"):
+        for more in ({"sharding": "ddp", "gpus": 6}, FSDP | {"gpus": 6}, full | {"gpus": 6}):
+            options = Options(**flags | more)
+            assert_held(name, options, 0.02)
+    found, predicted = train(name, options), predict(load(name), replace(options, lora_rank=0))
+    assert all(predicted[state] > 4 * found[state] for state in ("gradients", "moments"))
 
 
 @pytest.mark.check

@@ -59,6 +59,7 @@ SENSELESS = {
     ("muon", "horovod"): "Horovod makes the optimizer anew, from groups of parameters",
     ("local-sgd", "zero1"): "zero1 sends weights in each step",
     ("lora", "local-sgd"): "adapters are small, so DDP sends little",
+    ("lora", "selective-recomputation"): "it would save the results of the adapters' matmuls, too",
     ("lora", "tensor-parallel"): "the plan splits torch's own Linear layers",
     ("lora", "zero1"): "adapters have few moments, and zero1 would send all weights",
     ("pure-bfloat16", "loss-scaling"): "bfloat16 has the range of float32",

@@ -31,7 +31,9 @@ class Step:
     outer: int
 
 
-def predict(strategy: str, step: Step, nodes: int, gpus: int, gigabits: float) -> dict[str, float]:
+def predict(
+    strategy: str, step: Step, nodes: int, gpus: int, gigabits: float, local_steps: int = 0
+) -> dict[str, float]:
     """Return the MB that leave each node in a step, the ms of exposed communication and of a step.
 
     strategy: DDP, FSDP or HSDP. gpus: per node. gigabits: Gbit/s per node, of all its network cards
@@ -39,6 +41,9 @@ def predict(strategy: str, step: Step, nodes: int, gpus: int, gigabits: float) -
     or a reduce-scatter of S bytes over n ranks, S (n - 1) / n leave each node, in an all-reduce
     twice as much. HSDP's all-reduce has one rank of each node. Communication that is larger than
     what it overlaps with is exposed.
+
+    local_steps: DDP's variant local-sgd. The all-reduce, of the weights in 32 bits, comes once in
+    so many steps and overlaps with nothing. The result is the mean over all steps.
     """
     ranks = nodes if strategy == "HSDP" else nodes * gpus
     share = (ranks - 1) / ranks
@@ -50,6 +55,9 @@ def predict(strategy: str, step: Step, nodes: int, gpus: int, gigabits: float) -
     exposed = max(forward - step.forward, gathered * step.outer * ms)
     exposed += max(backward - step.backward, reduced * step.outer * ms)
     sent = (2 * gathered + reduced) * step.parameters * share
+    if local_steps:
+        sent /= local_steps
+        exposed = reduced * step.parameters * ms / local_steps
     return {"sent_mb": sent / 1e6, "exposed": exposed, "step": step.total + exposed}
 
 
