@@ -19,8 +19,9 @@ from pathlib import Path
 
 import psutil
 import pytest
+import yaml
 from cluster import PATIENCE_S, Cluster, give_up
-from helpers import EXACT, ROOT, commands, copy_repository, read_metrics
+from helpers import EXACT, ROOT, commands, copy_repository, read_metrics, register, replace_in
 from runner import finish, start
 from transformers import AutoTokenizer
 
@@ -435,6 +436,121 @@ def test_elastic(lab):
     second.wait(PATIENCE_S)
     assert lab.stops("elastic")
     lab.assert_same("elastic")
+
+
+# --- pods of Kubernetes: containers on the nodes, each with a name and processes of its own ---
+
+TOOLS = "03-multi-node/tools"
+POD_SCRIPT = f"{TOOLS}/pod.sh"
+POD_BUGS = {  # what each of them does, and the statuses of the pods then
+    "a stopped run fails": [("exit 75 # EX_TEMPFAIL: try again later", 'exit "$STATUS"')],
+    "a run that has saved fails": [('!= "$NEWEST" ]]', '!= "$NEWEST" && 0 == 1 ]]')],
+}
+for pairs in POD_BUGS.values():
+    register(POD_SCRIPT, pairs)
+
+
+def start_pods(lab: Lab, name: str, root: Path = ROOT, *args: object, **env: object) -> list:
+    """Start the manifest's container on each node, as its pod would; return unshare's processes.
+
+    As in a pod, the command is the first process of its PID namespace. Other pods have the names
+    that a headless Service gives them; its own name is not there yet.
+    """
+    manifest = (ROOT / TOOLS / "kubernetes.yaml").read_text()
+    service, job = yaml.safe_load_all(manifest)
+    domain = service["metadata"]["name"]
+    (container,) = job["spec"]["template"]["spec"]["containers"]
+    own = {each["name"]: each["value"] for each in container["env"]} | {"NPROC_PER_NODE": 1, **env}
+    del own["HF_HOME"]  # on the volume
+    become = 'hostname "$1"; mount --bind "$2" /etc/hosts; cd "$3"; exec "${@:4}"'
+    pods = [f"{job['metadata']['name']}-{index}" for index in range(len(NODES))]
+    addresses = [f"{lab.cluster.network}.{number}" for number in range(1, len(NODES) + 1)]
+    started = []
+    for index, pod in enumerate(pods):
+        lines = ["127.0.0.1 localhost"]
+        for address, other in zip(addresses, pods, strict=True):
+            full = f"{other}.{domain}.default.svc.cluster.local"
+            lines.append(f"{address} {full} {other if other == pod else f'{other}.{domain}'}")
+        hosts = lab.folder / f"hosts-{index}"
+        hosts.write_text("\n".join(lines) + "\n")
+        words = ["unshare", "--uts", "--mount", "--pid", "--fork", "--mount-proc", "--kill-child"]
+        words += ["bash", "-euc", become, "pod", pod, hosts, root, *container["command"], *args]
+        own["JOB_COMPLETION_INDEX"] = index
+        started.append(lab.launch(name, *lab.enter(NODES[index]), *words, **own))
+    return started
+
+
+def first_process(pod: subprocess.Popen) -> int:
+    (child,) = psutil.Process(pod.pid).children()
+    return child.pid
+
+
+def hit_pods(lab: Lab, name: str, root: Path = ROOT) -> list[list[int]]:
+    """Kill a pod, and tell another one to stop; return how the pods of the three starts ended."""
+    statuses = []
+    hits = [(6, 0, signal.SIGKILL), (14, 1, signal.SIGTERM)]  # (after this step, pod, signal)
+    for step, index, number in hits:
+        pods = start_pods(lab, name, root, PAUSE=1)
+        lab.wait_for_step(name, step)
+        os.kill(first_process(pods[index]), number)
+        statuses.append([pod.wait(PATIENCE_S) for pod in pods])
+    pods = start_pods(lab, name, root)
+    return [*statuses, [pod.wait(PATIENCE_S) for pod in pods]]
+
+
+@pytest.mark.ci
+def test_pods_of_kubernetes(lab):
+    """A pod that is killed is lost with its status; the manifest ignores the others' 75."""
+    killed, stopped, complete = hit_pods(lab, "pods")
+    assert killed[1:] == [75] and stopped == [75, 75] and complete == [0, 0], lab.log("pods")
+    (step,) = lab.stops("pods")
+    assert 14 <= step < STEPS
+    assert lab.log("pods").count("resumed after step") == 2
+    assert set(lab.hosts("pods")) == {"train-llm-0", "train-llm-1"}
+    lab.assert_same("pods", exact=True)
+
+
+@pytest.mark.nightly
+def test_pods_with_wrong_arguments_fail(lab):
+    """They are not started for ever: the Job counts their status."""
+    pods = start_pods(lab, "bad-pods", ROOT, "--global-batch-size", 7)
+    assert [pod.wait(PATIENCE_S) for pod in pods] == [1, 1], lab.log("bad-pods")
+    assert "--global-batch-size 7 must be a multiple of 2 " in lab.log("bad-pods")
+
+
+@pytest.mark.parametrize("bug", POD_BUGS)
+def test_planted_in_a_pod(lab, bug, tmp_path):
+    copy_repository(tmp_path)
+    for right, wrong in POD_BUGS[bug]:
+        replace_in(tmp_path / POD_SCRIPT, right, wrong)
+    name = f"pods-{list(POD_BUGS).index(bug)}"
+    killed, stopped, complete = hit_pods(lab, name, tmp_path)
+    assert (killed[1], stopped) != (75, [75, 75]) and complete == [0, 0], lab.log(name)
+
+
+# --- nodes of SkyPilot ---
+
+
+@pytest.mark.nightly
+def test_nodes_of_skypilot(lab):
+    """The task's command with SkyPilot's variables, and with the checkpoints in a folder."""
+    task = yaml.safe_load((ROOT / TOOLS / "skypilot.yaml").read_text())
+    own = "-e my-run --checkpoint-dir s3://my-bucket/runs"
+    for shown, here in {own: '"$@"', "$PWD/.venv/bin/python": sys.executable}.items():
+        assert task["run"].count(shown) == 1
+        task["run"] = task["run"].replace(shown, here)
+    assert task["num_nodes"] == len(NODES)
+    addresses = [f"{lab.cluster.network}.{number}" for number in range(1, len(NODES) + 1)]
+    env = {"SKYPILOT_NUM_NODES": len(NODES), "SKYPILOT_NODE_IPS": "\n".join(addresses)}
+    words = ["bash", "-euc", f'cd "$0"; {task["run"]}', ROOT]
+    nodes = [
+        lab.launch(
+            "sky", *lab.enter(node), *words, NPROC_PER_NODE=2, SKYPILOT_NODE_RANK=rank, **env
+        )
+        for rank, node in enumerate(NODES)
+    ]
+    assert [node.wait(PATIENCE_S) for node in nodes] == [0, 0], lab.log("sky")
+    assert_two_by_two(lab, "sky")
 
 
 # --- tokenizer, training, evaluation, export and a sample as one job ---
