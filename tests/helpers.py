@@ -13,6 +13,7 @@ import shutil
 import socket
 import subprocess
 import sys
+import sysconfig
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from itertools import chain
@@ -126,6 +127,23 @@ def make_variant(folder: Path, chapter: str, *names: str) -> Path:
     made.mkdir(parents=True)
     variants.fill(made, Path("variants", made.name), chapter, variants.choose(number, list(names)))
     return made
+
+
+def install(folder: Path, *packages: str, with_ours: bool = False) -> Path:
+    """Make an environment for packages of others; return its interpreter. Skip where pip cannot.
+
+    with_ours: it also has the packages of this environment, which pip then leaves as they are.
+    """
+    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+    if with_ours:
+        site, ours = (sysconfig.get_path("purelib", vars={"base": b}) for b in (folder, sys.prefix))
+        Path(site, "ours.pth").write_text(f"{ours}\n")
+    python = folder / "bin/python"
+    command = [python, "-m", "pip", "install", "--quiet", *packages]
+    done = subprocess.run(command, capture_output=True, text=True)
+    if done.returncode:
+        pytest.skip(f"pip cannot install {' '.join(packages)}: {done.stderr.splitlines()[-1]}")
+    return python
 
 
 def launch_file(chapter: str) -> Path:

@@ -10,9 +10,16 @@ set -euo pipefail
 SCRIPT=03-multi-node/train_llm.py
 source "$(dirname "${BASH_SOURCE[0]}")/../../common/launch.sh" # sets RUN and NEWEST
 
-# Pod 0 does not ask DNS for its own name, which may not be there yet.
+trap 'exit 75' TERM # nothing has started yet
 if [[ "$JOB_COMPLETION_INDEX" == 0 ]]; then
-    HEAD="$(hostname):${HEAD##*:}"
+    HEAD="$(hostname):${HEAD##*:}" # DNS may not know the name of this pod yet
+else
+    # Without pod 0, the agents of the other pods would fail after a minute. Its image may still load.
+    echo "Waiting for pod 0 at $HEAD"
+    until timeout 5 bash -c ": <'/dev/tcp/${HEAD%:*}/${HEAD##*:}'" 2>/dev/null; do
+        sleep 1 &
+        wait "$!" || true # unlike sleep, wait ends at a signal, so the trap runs at once
+    done
 fi
 export HEAD
 
@@ -42,7 +49,7 @@ while kill -0 "$AGENT" 2>/dev/null; do
         break
     fi
     sleep 1 &
-    wait "$!" || true # unlike sleep, wait ends at a signal, so the trap runs at once
+    wait "$!" || true
 done
 STATUS=0
 wait "$AGENT" || STATUS=$?
