@@ -227,8 +227,8 @@ def test_same_losses_with_mpirun(lab):
     if shutil.which("mpirun") is None:
         give_up("mpirun not found: apt-get install openmpi-bin")
     root = {"OMPI_ALLOW_RUN_AS_ROOT": 1, "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": 1}
-    page = (ROOT / "03-multi-node/topics/mpi.md").read_text()
-    (command,) = [line for _, line in commands(page) if "/run/local-cluster/ssh_config" in line]
+    page = (ROOT / "03-multi-node/topics/launch.md").read_text()
+    (command,) = [c for _, c in commands(page) if c.startswith("mpirun") and "ssh_config" in c]
     for shown, here in {
         "-np 2": "-np 4",
         "node1:1,node2:1": "node1:2,node2:2",
@@ -246,9 +246,9 @@ def test_same_losses_with_mpirun(lab):
 @pytest.mark.ci
 def test_same_losses_over_ssh(lab):
     """The commands of the page: start returns at once; a stop, and a start that goes on."""
-    page = [line for _, line in commands((ROOT / "03-multi-node/topics/ssh.md").read_text())]
+    page = [line for _, line in commands((ROOT / "03-multi-node/topics/launch.md").read_text())]
     start = next(line for line in page if "launch_torchrun.sh -e my-ssh-run" in line)
-    stop = next(line for line in page if "pkill" in line)
+    stop = next(line for line in page if line.startswith("ssh node1"))
     passed_on = ("NOTES", "PAUSE", "PYTHON", "PYTHONPATH", "NPROC_PER_NODE", "OMP_NUM_THREADS")
     run = f"ssh --save-dir {lab.folder}"
 

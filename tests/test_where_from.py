@@ -30,7 +30,7 @@ from runner import load_script
 from common import variants
 
 PAGE = ROOT / "01-single-gpu/topics/where_from.md"
-TORCHRUN_PAGE = ROOT / "03-multi-node/topics/torchrun.md"
+LAUNCH_PAGE = ROOT / "03-multi-node/topics/launch.md"
 # What the first cell of a row must have: what the page that the row links must have.
 SUBJECTS = {
     "argparse": "--help",
@@ -233,7 +233,7 @@ def quick(corpus, tmp_path) -> list[str]:
 
 
 def test_torch_distributed_launch_starts_chapter_2(quick, tmp_path):
-    (line,) = [c for _, c in commands(TORCHRUN_PAGE.read_text()) if "distributed.launch" in c]
+    (line,) = [c for _, c in commands(LAUNCH_PAGE.read_text()) if "distributed.launch" in c]
     done = run_script(*line.split()[1:], *quick)
     assert done.returncode == 0 and "x world size 2 x" in done.stderr, done.stderr
     assert "local_rank" not in done.stderr.split("arguments: ")[1].split("versions:")[0]
@@ -243,7 +243,7 @@ def test_torch_distributed_launch_starts_chapter_2(quick, tmp_path):
 @pytest.mark.ci
 def test_two_nodes_with_a_rank_and_an_address_each(quick):
     """The two lines of the page, each with one process, on this machine."""
-    lines = [c for _, c in commands(TORCHRUN_PAGE.read_text()) if "--node_rank" in c]
+    lines = [c for _, c in commands(LAUNCH_PAGE.read_text()) if "--node_rank" in c]
     assert len(lines) == 2
     here = {"node1": "127.0.0.1", "29400": str(free_port()), "per_node=4": "per_node=1"}
     nodes = []
