@@ -425,13 +425,20 @@ def invented_messages(page: Path, text: str) -> list[str]:
 
 
 def wrong_excerpts(page: Path, text: str) -> list[str]:
-    """The first lesson has no diff: its blocks of Python are pieces of its script or of data.py."""
+    """Blocks of Python that are pieces of a script, on the pages that show some.
+
+    The first lesson has no diff. The fourth shows two functions of common, and an example of its
+    own, which is not indented.
+    """
     files = {
         CHAPTER_PAGES[0]: ["01-single-gpu/train_llm.py", "common/data.py"],
+        CHAPTER_PAGES[3]: ["common/gradients.py", "common/checkpoint.py"],
         ROOT / "01-single-gpu/topics/model_by_hand.md": ["01-single-gpu/model_by_hand.py"],
     }
     code = "".join("\n" + (ROOT / file).read_text() for file in files.get(page, ()))
     shown = [block for _, block in blocks(text, "python")]
+    if page == CHAPTER_PAGES[3]:
+        shown = [block for block in shown if block.startswith(" ")]
     return [f"not in the script:\n{x}" for x in shown if page in files and f"\n{x}" not in code]
 
 
@@ -496,6 +503,13 @@ def test_rule(rule):
 def test_commands_with_variants(rule, text, complaint):
     found = rule(FRONT, text)
     assert complaint in "\n".join(found) if complaint else found == []
+
+
+@pytest.mark.check
+def test_lesson_4_shows_lines_of_common():
+    page = CHAPTER_PAGES[3]
+    rotten = page.read_text().replace("dist.all_reduce(square)", "dist.all_reduce(norm)")
+    assert wrong_excerpts(page, page.read_text()) == [] != wrong_excerpts(page, rotten)
 
 
 # --- commands ---
