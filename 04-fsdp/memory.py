@@ -96,11 +96,11 @@ def table(predictions: dict[str, dict], memory: float) -> str:
     small = max(found["peak"] for found in predictions.values()) < 4 * GIB
     unit, title = (2**20, "MiB per rank") if small else (GIB, "GiB per rank")
     width = max(28, *(len(short(name)) for name in predictions))
-    lines = [f"{title:{width}}" + "".join(f"{column:>12}" for column in columns) + "  peak at"]
+    lines = [f"{title:{width}}" + "".join(f"{column:>13}" for column in columns) + "  peak at"]
     for name, found in predictions.items():
         sizes = found | {key: found["parts"][key] for key in ("gathered", "activations")}
         sizes["gradients"] += found["buckets"]
-        numbers = "".join(f"{sizes[column] / unit:12,.2f}" for column in columns)
+        numbers = "".join(f"{sizes[column] / unit:13,.2f}" for column in columns)
         phase, layer = found["peak_at"]
         where = f"{phase} of layer {layer}" if layer >= 0 and phase.endswith("ward") else phase
         fits = first_fit({name: found}, memory)

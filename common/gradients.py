@@ -13,7 +13,7 @@ def clip_grad_norm(model: nn.Module, max_norm: float) -> torch.Tensor:
     """Scale the gradients down to `max_norm`; return their norm before that, a float32 scalar.
 
     All ranks must call this. torch.nn.utils.clip_grad_norm_ does the same, but on a CPU its float32
-    norm of 40M elements is wrong by 0.1%, and by another amount for each shard of them.
+    norm of 40M elements is wrong by 0.3%, and by another amount for each shard of them.
     """
     gradients = [p.grad for p in model.parameters() if p.grad is not None]
     shards = defaultdict(list)  # by the number of ranks that hold the same shard
