@@ -31,6 +31,9 @@ exclude_patterns = [".*", "build", "outputs", "variants", "wandb", *scripts.EXCL
 source_suffix = {".md": "myst-nb", ".ipynb": "myst-nb", ".py": "script", ".diff": "script"}
 extensions = ["myst_nb", "sphinx_copybutton"]
 nb_execution_mode = "off"
+# Labs ask for a prediction first, so what their cells print and draw is folded.
+nb_code_prompt_show = "Predict first, then show the result"
+nb_code_prompt_hide = "Hide the result"
 myst_heading_anchors = 6  # the names that GitHub gives to headings
 copybutton_selector = "div.highlight > pre"  # not each line of scripts side by side
 copybutton_exclude = ".number, .old, .explained"

@@ -301,6 +301,17 @@ def test_no_page_is_wider_than_the_screen(visit, site, address, width, scheme):
 
 
 @pytest.mark.nightly
+def test_contents_are_beside_the_page_and_icons_do_not_touch(visit):
+    """On a small screen and on a phone."""
+    contents = visit("04-fsdp/README.html", 1280).locator(".toc-drawer").bounding_box()
+    assert contents["x"] + contents["width"] <= 1280
+    page = visit("04-fsdp/README.html", 390)
+    icons = [page.locator(f".header-right {each}") for each in (".theme-toggle", ".toc-header-icon")]
+    mode, toc = (icon.bounding_box() for icon in icons)
+    assert toc["x"] - mode["x"] - mode["width"] >= 8
+
+
+@pytest.mark.nightly
 def test_a_result_of_the_search_leads_to_the_words(visit):
     page = visit("README.html")
     page.get_by_placeholder("Search").fill("hsdp")
