@@ -306,7 +306,9 @@ def test_contents_are_beside_the_page_and_icons_do_not_touch(visit):
     contents = visit("04-fsdp/README.html", 1280).locator(".toc-drawer").bounding_box()
     assert contents["x"] + contents["width"] <= 1280
     page = visit("04-fsdp/README.html", 390)
-    icons = [page.locator(f".header-right {each}") for each in (".theme-toggle", ".toc-header-icon")]
+    icons = [
+        page.locator(f".header-right {each}") for each in (".theme-toggle", ".toc-header-icon")
+    ]
     mode, toc = (icon.bounding_box() for icon in icons)
     assert toc["x"] - mode["x"] - mode["width"] >= 8
 
