@@ -320,9 +320,9 @@ def attention(
     """Return the attention of [batch, heads, positions, head size] tensors, and no weights.
 
     key and value may have fewer heads, each for a group of query heads (grouped-query attention).
-    No GPU kernel supports groups in float32, and PyTorch would store the positions x positions
-    matrix of every head: 8 GiB in a layer of Llama 8B at 8192 positions. So in float32, the heads
-    of key and value are repeated.
+    Up to torch 2.13, no GPU kernel supports groups in float32, and PyTorch would store the
+    positions x positions matrix of every head: 8 GiB in a layer of Llama 8B at 8192 positions. So
+    in float32, the heads of key and value are repeated.
     """
     groups = query.shape[1] // key.shape[1]
     if groups <= 1 or query.dtype != torch.float32:
