@@ -14,9 +14,17 @@ from transformers import PretrainedConfig, PreTrainedModel
 from common.ranks import gather, rank_and_world_size
 
 # Peak bf16 FLOP/s without sparsity, from the vendors' data sheets, which the product pages link:
-# https://www.nvidia.com/en-us/data-center/h200/ (H100, H200), /a100/, /l40s/, /l4/, /dgx-b200/ and
+# https://www.nvidia.com/en-us/data-center/h200/ (H100, H200), /a100/, /l40s/, /l4/, /hgx/ (B200,
+# B300), /gb200-nvl72/ and /gb300-nvl72/ (a rack's figure / 72), and
 # https://www.amd.com/en/products/accelerators/instinct.html. Each half of an MI250X is a device.
+# GeForce cards, with sums in float32: https://images.nvidia.com/aem-dam/Solutions/geforce/
+# blackwell/nvidia-rtx-blackwell-gpu-architecture.pdf. RTX 5070 and below: a sixteenth of the "AI
+# TOPS" (fp4 with sparsity) of https://www.nvidia.com/en-us/geforce/graphics-cards/compare/, which
+# is the white paper's ratio for the larger cards.
 PEAK_FLOPS = {
+    "NVIDIA GB300": 2500e12,
+    "NVIDIA GB200": 2500e12,
+    "NVIDIA B300": 2250e12,
     "NVIDIA B200": 2250e12,
     "NVIDIA H200": 989e12,
     "NVIDIA H200 NVL": 835e12,
@@ -30,6 +38,12 @@ PEAK_FLOPS = {
     "NVIDIA L40": 181e12,
     "NVIDIA L40S": 362e12,
     "NVIDIA L4": 121e12,
+    "NVIDIA GeForce RTX 5090": 209.5e12,
+    "NVIDIA GeForce RTX 5080": 112.6e12,
+    "NVIDIA GeForce RTX 5070 Ti": 87.9e12,
+    "NVIDIA GeForce RTX 5070": 61.7e12,
+    "NVIDIA GeForce RTX 5060 Ti": 47.4e12,
+    "NVIDIA GeForce RTX 5060": 38.4e12,
     "NVIDIA GeForce RTX 4090": 165e12,
     "NVIDIA GeForce RTX 3090": 71e12,
     "AMD Instinct MI300X": 1307e12,

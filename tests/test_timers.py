@@ -66,6 +66,12 @@ def test_peak_rates(monkeypatch):
     for name, expected in (
         ("NVIDIA H100 80GB HBM3", 989e12),
         ("NVIDIA H200 NVL", 835e12),
+        ("NVIDIA B300 SXM6 AC", 2250e12),
+        ("NVIDIA GB200", 2500e12),
+        ("NVIDIA GeForce RTX 5070", 61.7e12),
+        ("NVIDIA GeForce RTX 5070 Ti", 87.9e12),
+        ("NVIDIA GeForce RTX 5090 D", None),
+        ("NVIDIA GeForce RTX 5090 Laptop GPU", None),
         ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
         ("Some other device", None),
     ):
