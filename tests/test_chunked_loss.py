@@ -35,7 +35,7 @@ NO_DROPOUT = dict.fromkeys(("attn_pdrop", "resid_pdrop", "embd_pdrop"), 0.0)
 
 def make_model(kind: str, **changes: object) -> PreTrainedModel:
     torch.manual_seed(0)
-    config = CONFIG_MAPPING[kind](**SIZES, **changes)
+    config = CONFIG_MAPPING[kind](**SIZES | changes)
     return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
