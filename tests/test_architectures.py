@@ -3,6 +3,7 @@
 Each architecture is a folder with a tiny model whose weights and buffers are drawn here.
 """
 
+import argparse
 import json
 import re
 import sys
@@ -13,7 +14,7 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 import transformers
-from helpers import ROOT, Run, float32, hand_over, random_texts, read_metrics
+from helpers import ROOT, Run, float32, hand_over, plant, random_texts, read_metrics, register
 from runner import Series, load_script
 from transformers import (
     CONFIG_MAPPING,
@@ -24,6 +25,8 @@ from transformers import (
 )
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from common import launch
+from common.data import load_sequences
 from common.errors import RunError
 from common.inputs import models
 
@@ -82,14 +85,20 @@ COMPARED = ("01-single-gpu", "02-ddp", "04-fsdp", "05-mixed-precision")
 WEIGHTS = {"scratch": (), "pretrained": ("--pretrained",)}
 
 
-def write_model(kind: str, folder: Path) -> None:
-    """Write the folder of an architecture; no two of its tensors are alike."""
-    settings = {**SIZES, **MODELS[kind]}
+def write_model(kind: str, folder: Path, spread: float = 0.0, **changes: object) -> None:
+    """Write the folder of an architecture; no two of its tensors are alike.
+
+    spread: how much the embeddings and the output layer of tokens differ. With little, all tokens
+    are about equally likely, whatever these layers are. changes: of the configuration.
+    """
+    settings = {**SIZES, **MODELS[kind], **changes}
     settings = {key: value for key, value in settings.items() if value is not None}
     torch.manual_seed(99)
     model = AutoModelForCausalLM.from_config(CONFIG_MAPPING[kind](**settings))
     for tensor in model.state_dict().values():
         tensor += torch.rand_like(tensor) / 10
+    for layer in (model.get_input_embeddings(), model.get_output_embeddings()):
+        layer.weight.data += torch.randn_like(layer.weight) * spread
     model.save_pretrained(folder)
     models.load_tokenizer("llama-tiny").save_pretrained(folder)
 
@@ -135,9 +144,14 @@ class Trainings:
 
 @pytest.fixture(scope="module")
 def trainings(request, make_folder) -> Trainings:
-    items = [item for item in request.session.items if item.path == request.path]
-    chosen = {i.callspec.params.get("kind") for i in items if hasattr(i, "callspec")}
+    chosen = {params["kind"] for params in selected(request, "trainings")}
     return Trainings(make_folder("architectures"), [kind for kind in MODELS if kind in chosen])
+
+
+def selected(request: pytest.FixtureRequest, fixture: str) -> list[dict[str, object]]:
+    """Return the parameters of each test of this session that uses a fixture of this module."""
+    items = [item for item in request.session.items if item.path == request.path]
+    return [item.callspec.params for item in items if fixture in item.fixturenames]
 
 
 def losses(run: Path) -> list[float]:
@@ -193,6 +207,107 @@ def test_memory_is_predicted(trainings, kind):
     assert not has_matrix
     assert f"{predicted['parameters']:,}" == held[1]
     assert predicted["peak"] > 4 * predicted["parameters"]
+
+
+# --- the same loss for all who load a model, with tied and untied output layers ---
+
+# In chapter 4, an output layer that is not tied gets the embeddings.
+TIES_ALL = [("full_model = model\n", "full_model = model\n    config.tie_word_embeddings = True\n")]
+register("04-fsdp", TIES_ALL)
+
+
+class Loaded:
+    """Models, and runs of chapters 1 and 4 that start from them and change nothing.
+
+    cases: (kind, whether it is tied). The runs of one number of ranks are done in one start.
+    """
+
+    def __init__(
+        self,
+        folder: Path,
+        cases: list[tuple[str, bool]],
+        chapters: tuple[str, ...] = ("01-single-gpu", "04-fsdp"),
+    ) -> None:
+        self.folder = folder
+        (folder / "corpus.json").write_text(json.dumps(random_texts(10)))
+        for kind, is_tied in cases:
+            write_model(kind, self.model(kind, is_tied), 0.5, tie_word_embeddings=is_tied)
+        self.series = {}
+        for chapter in chapters:
+            runs = {f"{kind}-{tied}": self.options(chapter, kind, tied) for kind, tied in cases}
+            n_ranks = 1 if chapter == "01-single-gpu" else 2
+            ended = folder / f"ended-{Path(chapter).name}"
+            self.series[chapter] = Series(n_ranks, runs, ended)
+
+    def model(self, kind: str, is_tied: bool) -> Path:
+        return self.folder / f"{kind}-{'tied' if is_tied else 'untied'}"
+
+    def run(self, chapter: str, kind: str, is_tied: bool) -> Path:
+        """Return the folder of a run; fails if the run did."""
+        self.series[chapter].assert_ended(f"{kind}-{is_tied}")
+        return self.folder / f"{self.model(kind, is_tied).name}-{Path(chapter).name}"
+
+    def options(self, chapter: str, kind: str, is_tied: bool) -> dict[str, object]:
+        model = self.model(kind, is_tied)
+        args = [
+            *("-m", model, "--pretrained", "--lr", 0, "--max-steps", 1, "--log-freq", 1),
+            *("-d", self.folder / "corpus.json", "-s", LENGTH, "--global-batch-size", 4, "-b", 2),
+            *("--save-dir", self.folder, "-e", f"{model.name}-{Path(chapter).name}"),
+        ]
+        return {"args": args, "chapter": chapter}
+
+
+@pytest.fixture(scope="module")
+def loaded(request, make_folder) -> Loaded:
+    cases = [(each["kind"], each["is_tied"]) for each in selected(request, "loaded")]
+    return Loaded(make_folder("loaded"), cases)
+
+
+@pytest.mark.parametrize("is_tied", [True, False], ids=["tied", "untied"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, marks=() if kind in ("gpt2", "llama") else pytest.mark.nightly)
+        for kind in MODELS
+    ],
+)
+def test_all_who_load_a_model_have_the_same_loss(
+    loaded, kind, is_tied, run_main, monkeypatch, tmp_path
+):
+    """Chapters 1 and 4, evaluate.py, and transformers with the export of a sharded run."""
+    for name in launch.RANK_VARIABLES:  # evaluate.py sets them
+        monkeypatch.setenv(name, "0")
+        monkeypatch.delenv(name)
+    original, exported = loaded.model(kind, is_tied), tmp_path / "exported"
+    runs = [loaded.run(chapter, kind, is_tied) for chapter in loaded.series]
+    found = {str(run): losses(run)[-1] for run in runs}
+    run_main(ROOT / "04-fsdp/export.py", runs[-1], exported)
+    for folder in (original, *runs, exported):
+        output = tmp_path / f"{folder.name}.json"
+        corpus = ("-d", loaded.folder / "corpus.json", "-s", LENGTH)
+        run_main(ROOT / "01-single-gpu/evaluate.py", folder, *corpus, "--output", output)
+        found[f"evaluate.py {folder}"] = json.loads(output.read_text())["loss"]
+    # The end of each document is for evaluation.
+    names = {"dataset_name": str(loaded.folder / "corpus.json"), "dataset_subset": None}
+    args = argparse.Namespace(**names, text_column=None, seq_length=LENGTH)
+    _, sequences = load_sequences(args, models.load_tokenizer(str(original)))
+    ids = torch.stack([item["input_ids"] for item in sequences])
+    for folder in (original, exported):
+        model = AutoModelForCausalLM.from_pretrained(folder).eval()
+        head, embedding = model.get_output_embeddings(), model.get_input_embeddings()
+        assert (head.weight is embedding.weight) == is_tied
+        with torch.no_grad():
+            found[f"transformers {folder}"] = model(input_ids=ids, labels=ids).loss.item()
+    expected = found[f"transformers {original}"]
+    assert found == pytest.approx(dict.fromkeys(found, expected), rel=1e-5)
+
+
+def test_planted_an_output_layer_that_one_chapter_ties(make_folder, tmp_path):
+    """The losses differ."""
+    chapter = str(plant("04-fsdp", tmp_path / "04-fsdp", TIES_ALL))
+    loaded = Loaded(make_folder("planted"), [("llama", False)], ("01-single-gpu", chapter))
+    runs = [losses(loaded.run(each, "llama", False))[-1] for each in loaded.series]
+    assert runs[1] != pytest.approx(runs[0], rel=1e-4)
 
 
 # --- refused ---

@@ -3,8 +3,6 @@
 test_architectures.py does this with every architecture, from the shards of two ranks.
 """
 
-import argparse
-import json
 import os
 import signal
 import sys
@@ -20,8 +18,6 @@ from tokenizers.processors import TemplateProcessing
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from common import launch
-from common.data import load_sequences
 from common.inputs import models
 
 SCRIPT = ROOT / "04-fsdp/export.py"
@@ -99,51 +95,6 @@ def test_a_tokenizer_that_begins_texts_no_longer_does(run, export, tmp_path):
     export(run, tmp_path / "model", "--tokenizer-name", tmp_path / "begins")
     for load in (AutoTokenizer.from_pretrained, models.load_tokenizer):
         assert load(str(tmp_path / "model"))("def")["input_ids"] == bare
-
-
-@pytest.mark.check
-@pytest.mark.parametrize("is_tied", [True, False], ids=["tied", "untied"])
-@pytest.mark.parametrize("preset", ["gpt2-tiny", "llama-tiny"])
-def test_all_who_load_a_model_have_the_same_loss(
-    run_main, export, monkeypatch, tmp_path, preset, is_tied
-):
-    """Chapter 1, evaluate.py with the folder, the run and its export, and plain transformers."""
-    for name in launch.RANK_VARIABLES:  # evaluate.py sets them
-        monkeypatch.setenv(name, "0")
-        monkeypatch.delenv(name)
-    original, run, exported = (str(tmp_path / name) for name in ("original", "run", "exported"))
-    tokenizer = models.load_tokenizer(preset)
-    config = models.load_config(preset, tokenizer)
-    config.tie_word_embeddings = is_tied
-    torch.manual_seed(1)
-    model = AutoModelForCausalLM.from_config(config)
-    for parameter in model.parameters():  # no two are alike, also those that start as 0 or 1
-        parameter.data += torch.randn_like(parameter) / 10
-    for each in (model, tokenizer):
-        each.save_pretrained(original)
-    model = models.load_pretrained(original, models.load_config(original, tokenizer)).eval()
-    assert (model.lm_head.weight is model.get_input_embeddings().weight) == is_tied
-    save_run(Path(run), model, 7, original)
-    export(run, exported)
-
-    names = {"dataset_name": str(write_corpus(tmp_path)), "dataset_subset": None}
-    args = argparse.Namespace(**names, text_column=None, seq_length=32)
-    _, sequences = load_sequences(args, tokenizer)
-    ids = torch.stack([item["input_ids"] for item in sequences])
-    with torch.no_grad():
-        expected = model(input_ids=ids, labels=ids).loss.item()
-        plain = AutoModelForCausalLM.from_pretrained(exported).eval()
-        losses = [plain(input_ids=ids, labels=ids).loss.item()]
-    for name in (original, run, exported):
-        output = tmp_path / "facts.json"
-        args = ("-d", names["dataset_name"], "-s", 32, "--output", output)
-        run_main(ROOT / "01-single-gpu/evaluate.py", name, *args)
-        losses.append(json.loads(output.read_text())["loss"])
-        output.unlink()
-    assert losses == pytest.approx([expected] * 4, rel=1e-5)
-    other = AutoModelForCausalLM.from_config(config)
-    with torch.no_grad():
-        assert other(input_ids=ids, labels=ids).loss.item() != pytest.approx(expected, rel=1e-3)
 
 
 @pytest.mark.nightly
