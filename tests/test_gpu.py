@@ -203,6 +203,22 @@ def test_resumes_on_gpus_from_the_cpu_s_checkpoint_and_back(tmp_path):
 
 
 @pytest.mark.multi_gpu
+@pytest.mark.parametrize("also", [(), ("cpu-offload",)], ids=["sharded", "offloaded"])
+def test_muon_is_the_same_on_two_gpus(tmp_path, also):
+    """NCCL sends matrices to their owners and back, also if shards are in host memory.
+
+    Matmuls in TF32 and updates in bfloat16 round differently on another number of GPUs.
+    """
+    alone, shared = (
+        make_variant(tmp_path, chapter, "muon", *others) / "train_llm.py"
+        for chapter, others in (("01-single-gpu", ()), ("04-fsdp", also))
+    )
+    expected = train_in_shell(tmp_path, "alone", alone)
+    found = train_in_shell(tmp_path, "shared", *TORCHRUN, 2, shared)
+    assert column(found, "loss") == pytest.approx(column(expected, "loss"), rel=5e-3)
+
+
+@pytest.mark.multi_gpu
 def test_a_signal_to_one_rank_stops_all_gpus(tmp_path):
     """Also after Triton has compiled: it replaces the process's signal handlers."""
     cache = str(tmp_path / "inductor")
