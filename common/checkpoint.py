@@ -286,12 +286,16 @@ class Checkpoints:
         path = folder if storage.is_remote(folder) else folder.absolute()
         temporary.write_text(f"{path}\n", encoding="utf-8")
         temporary.replace(self.run_dir / "newest")
-        for old in list(complete_checkpoints(self.folder).values())[: -self.keep]:
+        for old in self._surplus():
             try:
                 (old / ".metadata").unlink()  # incomplete from the first moment on
                 storage.remove_folder(old)
             except OSError as error:  # another node may still read it; the next save tries again
                 logger.warning(f"{old} could not be deleted: {reason_of(error)}")
+
+    def _surplus(self) -> list[Path]:
+        """Return the complete checkpoints that are no longer kept; in a subclass, fewer."""
+        return list(complete_checkpoints(self.folder).values())[: -self.keep]
 
 
 # --- what a checkpoint contains ---

@@ -78,6 +78,7 @@ MODULES = {
     "stochastic-rounding": {"stochastic_rounding"},
     "track-nodes": {"track_nodes"},
     "workers": {"data_workers"},
+    "wsd": {"wsd"},
     "zero1": {"zero1"},
 }
 
@@ -574,6 +575,7 @@ REFUSED_FOR = {
     "pure-bfloat16": "(param_dtype|--precision)",
     "reduce-bfloat16": "reduce_dtype",
     "stochastic-rounding": "rounding",
+    "wsd": "schedule",
 }
 ELSEWHERE = {
     "fp8": "trains with torchao only",
