@@ -6,6 +6,7 @@ peak_memory.py beside this script computes the prediction and explains it.
 """
 
 import argparse
+import re
 from dataclasses import fields, replace
 
 from transformers import PretrainedConfig
@@ -47,10 +48,11 @@ def predict_all(config: PretrainedConfig, options: Options, cache: dict) -> dict
     With the variant context-parallel of chapter 5, several GPUs share a sequence.
     """
     alone = replace(options, context_parallel=1)
-    found = {n: predict(config, replace(alone, **each), cache) for n, each in SETUPS.items()}
-    if options.lora_rank:
-        del found["Chapter 2 or 3 with zero1"]  # the variants do not go together
-    for name, changes in SETUPS.items():
+    setups = SETUPS
+    if options.lora_rank:  # these variants do not go with lora
+        setups = {n: each for n, each in SETUPS.items() if not re.search("zero1|selective", n)}
+    found = {n: predict(config, replace(alone, **each), cache) for n, each in setups.items()}
+    for name, changes in setups.items():
         if options != alone and "precision" in changes and "cpu_offload" not in changes:
             shared = f"{name} --context-parallel {options.context_parallel}"
             found[shared] = predict(config, replace(options, **changes), cache)
