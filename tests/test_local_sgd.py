@@ -218,7 +218,7 @@ def test_goes_on_bit_by_bit_after_kill_9(runs, straight, script):
 def test_planted_moments_of_one_rank_for_all(runs, straight, script, tmp_path):
     wrong = plant(script, tmp_path / "planted", ONE_FOR_ALL)
     with pytest.raises(AssertionError):
-        resume_after_a_kill(runs, straight, "one for all", wrong)
+        resume_after_a_kill(runs, straight, "one-for-all", wrong)
 
 
 @pytest.mark.nightly

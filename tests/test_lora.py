@@ -12,6 +12,7 @@ import pytest
 import torch
 from helpers import (
     CHAPTERS,
+    NARROW,
     ROOT,
     Ladder,
     Run,
@@ -34,6 +35,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from common.inputs import models
 
 NAME = ("lora",)
+# By name: the preset and the seed of a model's weights.
+BASES = {"llama": ("llama-narrow", 5), "gpt2": ("gpt2-narrow", 5), "another": ("llama-narrow", 6)}
 ONE, FSDP = CHAPTERS[0], CHAPTERS[3]
 EVALUATE, EXPORT = "01-single-gpu/evaluate.py", "04-fsdp/export.py"
 # By what is wrong: the chapter, and (right, wrong) texts.
@@ -48,68 +51,70 @@ for bug in (ALL_SAVED, NOT_FROZEN, NO_CHECKSUM):
     register(ONE, bug, NAME)
 
 
-def save_base(folder: Path, preset: str = "llama-narrow", seed: int = 5) -> Path:
-    """Save a narrow model with its tokenizer, as an export does; its weights are random."""
-    path = folder / f"base-{preset}-{seed}"
-    if not path.exists():
-        source = folder / preset
-        tokenizer = models.load_tokenizer(preset.replace("narrow", "tiny"))
-        torch.manual_seed(seed)
-        config = models.load_config(str(source), tokenizer)
-        AutoModelForCausalLM.from_config(config).save_pretrained(path)
-        tokenizer.save_pretrained(path)
-    return path
+class Bases(Ladder):
+    """A ladder whose runs may begin with narrow models that have (random) weights: -m NAME."""
+
+    def flags(self, name: str, *args: object) -> list[object]:
+        words = super().flags(name, *args)
+        return [self.base(word) if word in BASES else word for word in words]
+
+    def base(self, name: str) -> Path:
+        """Return the folder of a model with its tokenizer, as an export writes it."""
+        path, (preset, seed) = self.folder / name, BASES[name]
+        if not path.exists():
+            tokenizer = models.load_tokenizer(NARROW[preset])
+            torch.manual_seed(seed)
+            config = models.load_config(str(self.folder / preset), tokenizer)
+            AutoModelForCausalLM.from_config(config).save_pretrained(path)
+            tokenizer.save_pretrained(path)
+        return path
 
 
 @pytest.fixture(scope="module")
 def ladder(make_folder) -> Ladder:
-    ladder = Ladder(make_folder("lora"))
-    for preset in ("llama-narrow", "gpt2-narrow"):
-        save_base(ladder.folder, preset)
-    return ladder
+    return Bases(make_folder("lora"))
 
 
 def tuned(
-    ladder: Ladder,
     chapter: str = ONE,
     world_size: int = 1,
     *args: object,
     replaced: tuple = (),
-    preset: str = "llama-narrow",
+    base: str = "llama",
     variants: tuple[str, ...] = NAME,
 ) -> Run:
     """Return a run of the variant on a base model."""
-    flags = ("-m", save_base(ladder.folder, preset), "--pretrained", "--lr", 1e-2, "-b", 4)
+    flags = ("-m", base, "--pretrained", "--lr", 1e-2, "-b", 4)
     flags += ("--lora-rank", 4, "--ckpt-freq", 5, "--keep-checkpoints", 9, *float32(chapter))
     return Run(chapter, world_size, (*flags, *args), tuple(replaced), variants=variants)
 
 
-def assert_as_in_chapter_1(ladder: Ladder, run: Run, preset: str) -> None:
-    expected = ladder.metrics(ladder.run(tuned(ladder, preset=preset)))
+def assert_as_in_chapter_1(ladder: Ladder, run: Run, base: str) -> None:
+    expected = ladder.metrics(ladder.run(tuned(base=base)))
     assert expected[-1]["loss"] < expected[0]["loss"] - 0.3, "it learns"
     assert_same_losses(expected, ladder.metrics(ladder.run(run)))
 
 
 @pytest.mark.ci
 @pytest.mark.parametrize(
-    ("chapter", "world_size", "preset"),
+    ("chapter", "world_size", "base"),
     first_then_nightly(
         [
-            (FSDP, 2, "llama-narrow"),
-            *((FSDP, 3, preset) for preset in ("llama-narrow", "gpt2-narrow")),
-            *((chapter, 2, "llama-narrow") for chapter in CHAPTERS if chapter not in (ONE, FSDP)),
+            (FSDP, 2, "llama"),
+            *((FSDP, 3, base) for base in ("llama", "gpt2")),
+            *((chapter, 2, "llama") for chapter in CHAPTERS if chapter not in (ONE, FSDP)),
         ]
     ),
 )
-def test_the_same_losses_in_each_chapter(ladder, chapter, world_size, preset):
-    run = tuned(ladder, chapter, world_size, preset=preset)
-    assert_as_in_chapter_1(ladder, run, preset)
+def test_the_same_losses_in_each_chapter(ladder, chapter, world_size, base):
+    run = tuned(chapter, world_size, base=base)
+    assert_as_in_chapter_1(ladder, run, base)
 
 
 def test_planted_other_adapters_are_noticed(ladder):
-    run = tuned(ladder, FSDP, 2, replaced=OTHER_DRAW)
+    run = tuned(FSDP, 2, replaced=OTHER_DRAW)
     with pytest.raises(AssertionError, match="the loss differ"):
-        assert_as_in_chapter_1(ladder, run, "llama-narrow")
+        assert_as_in_chapter_1(ladder, run, "llama")
 
 
 @pytest.mark.nightly
@@ -122,19 +127,19 @@ def test_planted_other_adapters_are_noticed(ladder):
     ],
 )
 def test_stacks(ladder, chapter, variants, args):
-    run = tuned(ladder, chapter, 2, *args, variants=variants)
-    expected = ladder.metrics(ladder.run(tuned(ladder)))
+    run = tuned(chapter, 2, *args, variants=variants)
+    expected = ladder.metrics(ladder.run(tuned()))
     assert_same_losses(expected, ladder.metrics(ladder.run(run)))
 
 
 @pytest.mark.nightly
 def test_instruct_with_lora(make_folder):
     """The same losses on answers, with DDP on one rank and FSDP on two."""
-    ladder = Ladder(make_folder("instruct"), length=48)
+    ladder = Bases(make_folder("instruct"), length=48)
     rows = [{"question": f"{i} times", "answer": "self " * (i % 7 + 1)} for i in range(900)]
     (ladder.folder / "corpus.json").write_text(json.dumps(rows))
     runs = [
-        tuned(ladder, chapter, world_size, variants=("instruct", "lora"))
+        tuned(chapter, world_size, variants=("instruct", "lora"))
         for chapter, world_size in ((CHAPTERS[1], 1), (FSDP, 2))
     ]
     expected, found = (ladder.metrics(ladder.run(run)) for run in runs)
@@ -147,14 +152,14 @@ def test_instruct_with_lora(make_folder):
 
 def assert_adapters_only(ladder: Ladder, run: Run) -> None:
     """The model of the first step is the base; a checkpoint holds nothing else but adapters."""
-    base = Run(ONE, 1, tuned(ladder).args[:7])  # without the variant's flags
+    base = Run(ONE, 1, tuned().args[:7])  # without the variant's flags
     first, plain = (ladder.metrics(ladder.run(each))[0] for each in (run, base))
     assert first["loss"] == pytest.approx(plain["loss"], rel=1e-6), "the first losses differ"
     saved = tensors(ladder.folder / run.name)
     adapters = {name for name in saved["model"] if re.search(r"\.lora_[AB]\.default\.", name)}
     assert saved["model"].keys() == adapters and adapters, "other weights are saved"
     assert saved["optimizer"]["state"].keys() == adapters, "other weights are trained"
-    config = models.load_config(str(save_base(ladder.folder)))
+    config = models.load_config(str(ladder.base("llama")))
     # In each layer q, k, v, o, gate, up and down, each with two matrices.
     assert len(adapters) == 2 * 7 * config.num_hidden_layers
     assert not any(saved["model"][n].abs().max() == 0 for n in adapters), (
@@ -164,13 +169,13 @@ def assert_adapters_only(ladder: Ladder, run: Run) -> None:
 
 @pytest.mark.ci
 def test_a_checkpoint_holds_the_adapters_only(ladder):
-    assert_adapters_only(ladder, tuned(ladder))
+    assert_adapters_only(ladder, tuned())
 
 
 @pytest.mark.parametrize("bug", [ALL_SAVED, NOT_FROZEN], ids=["all saved", "not frozen"])
 def test_planted_weights_that_are_saved_or_trained(ladder, bug):
     with pytest.raises(AssertionError, match=r"^other weights are"):
-        assert_adapters_only(ladder, tuned(ladder, replaced=bug))
+        assert_adapters_only(ladder, tuned(replaced=bug))
 
 
 # --- after the training ---
@@ -182,10 +187,10 @@ def logits(model: torch.nn.Module) -> torch.Tensor:
 
 
 @pytest.mark.nightly
-@pytest.mark.parametrize("preset", ["llama-narrow", "gpt2-narrow"])
-def test_scripts_use_what_peft_makes_of_base_and_adapter(ladder, tmp_path, preset):
+@pytest.mark.parametrize("base", ["llama", "gpt2"])
+def test_scripts_use_what_peft_makes_of_base_and_adapter(ladder, tmp_path, base):
     """evaluate.py has the loss of the training; both exports compute the same."""
-    run = ladder.folder / ladder.run(tuned(ladder, FSDP, 3, preset=preset))
+    run = ladder.folder / ladder.run(tuned(FSDP, 3, base=base))
     done = run_script(EVALUATE, run, "--output", tmp_path / "found.json")
     assert done.returncode == 0, done.stderr
     found = json.loads((tmp_path / "found.json").read_text())["loss"]
@@ -197,8 +202,7 @@ def test_scripts_use_what_peft_makes_of_base_and_adapter(ladder, tmp_path, prese
     assert {path.name for path in (tmp_path / "adapter").iterdir()} == {
         *("adapter_config.json", "adapter_model.safetensors"),
     }
-    base = save_base(ladder.folder, preset)
-    plain = AutoModelForCausalLM.from_pretrained(base)
+    plain = AutoModelForCausalLM.from_pretrained(ladder.base(base))
     before = logits(plain)
     adapted = logits(PeftModel.from_pretrained(plain, tmp_path / "adapter"))
     merged = logits(AutoModelForCausalLM.from_pretrained(tmp_path / "merged"))
@@ -234,22 +238,22 @@ def scripts(make_folder) -> dict[str, Path]:
 
 @pytest.mark.nightly
 def test_goes_on_after_kill_9_and_in_another_chapter(ladder, scripts):
-    run = tuned(ladder, FSDP, 2)
+    run = tuned(FSDP, 2)
     straight = ladder.run(run)
     killed = {"kill_after_steps": [None, 8], "plant": speak_at_once}
     assert start(ladder, "killed", run, scripts[FSDP], **killed)[1] == -9
     assert start(ladder, "killed", run, scripts[FSDP]) == [0, 0], said(ladder, "killed")
     assert_exact(ladder.folder / straight, ladder.folder / "killed")
     hand_over(ladder.folder / straight, ladder.folder / "alone", 5)
-    assert start(ladder, "alone", tuned(ladder), scripts[ONE]) == [0], said(ladder, "alone")
+    assert start(ladder, "alone", tuned(), scripts[ONE]) == [0], said(ladder, "alone")
     assert "resumed after step 5 of 10" in said(ladder, "alone")
     assert_same_losses(ladder.metrics(straight), ladder.metrics("alone"))
 
 
 def refuse_another_base(ladder: Ladder, script: Path, name: str) -> None:
-    hand_over(ladder.folder / ladder.run(tuned(ladder)), ladder.folder / name, 5)
-    other = save_base(ladder.folder, seed=6)
-    run = tuned(ladder, ONE, 1, "-m", other)
+    hand_over(ladder.folder / ladder.run(tuned()), ladder.folder / name, 5)
+    other = ladder.base("another")
+    run = tuned(ONE, 1, "-m", other)
     assert start(ladder, name, run, script) == [2], "another base is trained"
     assert re.search(r"was started with base_weights \w{32}, not \w{32} ", said(ladder, name))
     done = run_script(EVALUATE, ladder.folder / name, "-m", other)
@@ -260,30 +264,30 @@ def refuse_another_base(ladder: Ladder, script: Path, name: str) -> None:
 
 @pytest.mark.nightly
 def test_another_base_is_refused(ladder, scripts):
-    refuse_another_base(ladder, scripts[ONE], "other base")
+    refuse_another_base(ladder, scripts[ONE], "other-base")
 
 
 def test_planted_base_that_is_not_compared(ladder, scripts, tmp_path):
     script = plant(scripts[ONE], tmp_path / "planted", NO_CHECKSUM)
     with pytest.raises(AssertionError, match=r"^another base is trained"):
-        refuse_another_base(ladder, script, "planted base")
+        refuse_another_base(ladder, script, "planted-base")
 
 
 @pytest.mark.nightly
 def test_a_moved_base_is_found_by_its_checksum(ladder, scripts, tmp_path):
-    moved = shutil.copytree(save_base(ladder.folder), tmp_path / "moved")
-    hand_over(ladder.folder / ladder.run(tuned(ladder)), ladder.folder / "moved", 5)
-    run = tuned(ladder, ONE, 1, "-m", moved)
+    moved = shutil.copytree(ladder.base("llama"), tmp_path / "moved")
+    hand_over(ladder.folder / ladder.run(tuned()), ladder.folder / "moved", 5)
+    run = tuned(ONE, 1, "-m", moved)
     assert start(ladder, "moved", run, scripts[ONE]) == [0], said(ladder, "moved")
-    assert_exact(ladder.folder / tuned(ladder).name, ladder.folder / "moved")
+    assert_exact(ladder.folder / tuned().name, ladder.folder / "moved")
 
 
 @pytest.mark.nightly
 def test_the_chapter_and_the_variant_do_not_resume_each_other(ladder, scripts):
-    run = tuned(ladder)
+    run = tuned()
     plain = Run(ONE, 1, (*run.args[:7], "--ckpt-freq", 5, "--keep-checkpoints", 9))
     for source, target, script in ((run, plain, ROOT / ONE), (plain, run, scripts[ONE])):
-        name = f"out of {bool(source.variants)}"
+        name = f"out-of-{bool(source.variants)}"
         hand_over(ladder.folder / ladder.run(source), ladder.folder / name, 5)
         assert start(ladder, name, target, script) == [2], said(ladder, name)
         assert re.search(r"started with adapter .* \(see the variant lora\)", said(ladder, name))
