@@ -3,11 +3,13 @@
 test_multi_node.py runs their commands.
 """
 
+import socket
 import subprocess
+import sys
 
 import pytest
 import yaml
-from helpers import ROOT, install
+from helpers import ROOT, environment, install
 
 from common.launch import REQUEUE_STATUS
 
@@ -72,6 +74,33 @@ def test_manifest():
     for (right, wrong), rule in MISTAKES.items():
         assert text.count(right) >= 1, right
         assert rule in wrong_manifest(text.replace(right, wrong)), f"planted: {wrong}"
+
+
+@pytest.mark.check
+@pytest.mark.skipif(sys.platform != "linux", reason="a container has Linux")
+def test_pod_waits_for_pod_0(tmp_path):
+    """Then it starts its agent and ends with its status; told to stop before, it can resume."""
+    program = tmp_path / "python"
+    program.write_text('#!/bin/sh\ncase "$*" in *arguments.py*) echo run;; *) exit 3;; esac\n')
+    program.chmod(0o755)
+    with socket.socket() as pod_0:
+        pod_0.bind(("127.0.0.1", 0))
+        head = f"127.0.0.1:{pod_0.getsockname()[1]}"
+        env = environment(JOB_COMPLETION_INDEX=1, NNODES=2, HEAD=head, NPROC_PER_NODE=1)
+
+        def start_pod() -> subprocess.Popen:
+            command = ["bash", MANIFEST.with_name("pod.sh"), "-e", "run"]
+            env["PYTHON"] = str(program)
+            pod = subprocess.Popen(command, env=env, stdout=subprocess.PIPE, text=True)
+            assert pod.stdout.readline() == f"Waiting for pod 0 at {head}\n"
+            return pod
+
+        with start_pod() as waiting, start_pod() as stopped:
+            stopped.terminate()
+            assert stopped.wait(60) == REQUEUE_STATUS
+            assert waiting.poll() is None
+            pod_0.listen()
+            assert waiting.wait(60) == 3
 
 
 @pytest.mark.nightly
