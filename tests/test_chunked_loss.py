@@ -133,6 +133,21 @@ def test_gradients_in_16_bits_are_as_close_to_float32_as_those_of_all_logits(dty
         assert errors[0] < 0.03 * right["model.embed_tokens.weight"].norm()
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("compile", [False, True], ids=["eager", "compiled"])
+def test_gradients_on_a_gpu(compile):
+    """In bfloat16, with cuBLAS adding to a float32 gradient, or a temporary matrix up to 2.11."""
+    errors, right = [], train(make_model("llama"), make_batch())["lm_head.weight"]
+    batch = {key: tensor.cuda() for key, tensor in make_batch().items()}
+    for chunked in (False, True):
+        model = make_model("llama").to("cuda", torch.bfloat16)
+        if chunked:
+            chunk_loss(model, CHUNK, compile=compile)
+        found = train(model, batch)["lm_head.weight"].float().cpu()
+        errors.append((found - right).norm() / right.norm())
+    assert errors[1] < max(1.2 * errors[0], 0.01), errors
+
+
 # --- memory ---
 
 

@@ -71,6 +71,7 @@ MODULES = {
     "async-checkpoint": {"async_checkpoint"},
     "chunked-loss": {"chunked_loss"},
     "context-parallel": {"context_attention", "context_parallel"},
+    "document-mask": {"document_mask"},
     "fp8": {"fp8"},
     "instruct": {"conversations"},
     "muon": {"muon"},
@@ -569,6 +570,7 @@ def test_planted_groups_of_other_ranks_than_those_that_share_a_layer(ladder):
 REFUSED_FOR = {
     "autocast": "precision",
     "bfloat16-weights": "param_dtype",
+    "document-mask": "documents",
     "float16": "(--)?precision",
     "muon": "optimizer",
     "local-sgd": "averaged",

@@ -7,6 +7,8 @@ python tests/benchmarks/gpus.py parallel scaling --output gpus.json
     scaling      the same global batch on 1, 2 and 4 GPUs: DDP and FSDP, GPT-2
     determinism  the same command twice, also with PyTorch's deterministic algorithms, GPT-2
     chunked      the variant chunked-loss and chapter 5 on one GPU, a Llama of 1B and GPT-2
+    documents    the variant document-mask and chapter 5 on one GPU, a Llama of 1B; the end-of-text
+                 token of the preset's tokenizer occurs about every 4,000 tokens
 
 A run is killed when it has logged enough steps: it neither evaluates nor saves at its end. The
 result file is written after each run. If it exists, the runs that it has are not done again.
@@ -235,7 +237,18 @@ def chunked(args: argparse.Namespace) -> list[Row]:
     return rows
 
 
-PARTS = {part.__name__: part for part in (parallel, scaling, determinism, chunked)}
+def documents(args: argparse.Namespace) -> list[Row]:
+    model = "-m llama-tiny" if args.tiny else write_llama_1b(args.folder / "llama-1b")
+    apart = copy_chapter(MIXED, args.folder / "apart", "document-mask")
+    rows = []
+    for sequences, (name, chapter) in product((1, 4), {"one": MIXED, "apart": apart}.items()):
+        words = f"{model} -s 8192 -b {sequences} --global-batch-size {sequences} --compile"
+        label = f"documents {name}, {sequences} sequence{'s' * (sequences > 1)}"
+        rows.append(Row(label, 1, chapter, f"{words} --log-freq 4", 28, 12))
+    return rows
+
+
+PARTS = {part.__name__: part for part in (parallel, scaling, determinism, chunked, documents)}
 
 
 def main() -> None:
