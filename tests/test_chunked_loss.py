@@ -201,7 +201,7 @@ CONTEXT = ("context-parallel", "mesh")
 
 
 def chunked(chapter: str, ranks: int, *args: object, note=None, stack: tuple = ()) -> Run:
-    return Run(chapter, ranks, ("-b", 4, *args), SMALL, note, ("chunked-loss", *stack))
+    return Run(chapter, ranks, ("-b", 4, *args), SMALL, note, variants=("chunked-loss", *stack))
 
 
 RUNS = {
