@@ -3,6 +3,7 @@
 A checkpoint holds the adapters only. The run's model is what PEFT makes of base and adapter.
 """
 
+import dataclasses
 import json
 import re
 import shutil
@@ -27,6 +28,7 @@ from helpers import (
     run_script,
     speak_at_once,
     tensors,
+    without_kernels,
 )
 from peft import PeftModel
 from runner import Ranks
@@ -130,6 +132,12 @@ def test_stacks(ladder, chapter, variants, args):
     run = tuned(chapter, 2, *args, variants=variants)
     expected = ladder.metrics(ladder.run(tuned()))
     assert_same_losses(expected, ladder.metrics(ladder.run(run)))
+
+
+@pytest.mark.nightly
+def test_compiled_layers(ladder):
+    run = dataclasses.replace(tuned(FSDP, 2, "--compile"), note=without_kernels)
+    assert_as_in_chapter_1(ladder, run, "llama")
 
 
 @pytest.mark.nightly
