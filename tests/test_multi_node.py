@@ -28,6 +28,8 @@ from transformers import AutoTokenizer
 NODES = ["node1", "node2"]
 STEPS = 24
 JOB = "03-multi-node/job.sbatch"
+PIPELINE = "03-multi-node/pipeline.sbatch"
+RESULTS = ("tokenizer", "evaluation.json", "model", "samples.jsonl")  # in the run's folder
 
 
 class Lab:
@@ -219,6 +221,42 @@ def test_same_losses_with_a_job_file(lab, job):
     name = Path(job).stem
     lab.submit(job, name, options=("--wait",))
     assert_two_by_two(lab, name)
+
+
+@pytest.mark.parametrize(
+    "job",
+    [
+        pytest.param("04-fsdp/job.sbatch", marks=pytest.mark.ci),
+        *(
+            pytest.param(job, marks=pytest.mark.nightly)
+            for job in (JOB, "03-multi-node/job_srun.sbatch", PIPELINE)
+        ),
+    ],
+)
+def test_paths_with_spaces(lab, tmp_path, job):
+    """Of the repository, its environment, the text, the run, and a file of arguments."""
+    copy, texts, runs = (tmp_path / f"my {name}" for name in ("repository", "texts", "runs"))
+    for folder in (copy, texts, runs):
+        folder.mkdir()
+    copy_repository(copy)
+    corpus = shutil.copy(lab.folder / "corpus.json", texts / "my corpus.json")
+    name = f"spaces-{Path(job).parent.name}-{Path(job).stem}"
+    (lab.folder / name).symlink_to(runs / name)
+    (texts / "my arguments.args").write_text(f"--save-dir {shlex.quote(str(runs))}\n")
+    env = {"PYTHONPATH": f"{ROOT / 'tests/hooks'}:{copy}"}
+    if (copy / ".venv").exists():
+        env |= {"PYTHON": "", "VIRTUAL_ENV": ""}
+    data = ("-d", corpus)
+    if job == PIPELINE:
+        env |= {"DATA": shlex.quote(corpus), "VOCAB_SIZE": 300}
+        data = ()
+    arguments = f"@{texts}/my arguments.args"
+    lab.submit(copy / job, name, arguments, options=("--wait",), data=data, **env)
+    if job == PIPELINE:
+        assert all((runs / name / result).exists() for result in RESULTS), lab.log(name)
+        assert json.loads((runs / name / "samples.jsonl").read_text())["text"]
+    else:
+        assert_two_by_two(lab, name)
 
 
 @pytest.mark.nightly
@@ -555,9 +593,7 @@ def test_nodes_of_skypilot(lab):
 
 # --- tokenizer, training, evaluation, export and a sample as one job ---
 
-PIPELINE = "03-multi-node/pipeline.sbatch"
 COMMENT = "our own words, first try"
-RESULTS = ("tokenizer", "evaluation.json", "model", "samples.jsonl")
 
 
 @pytest.mark.nightly
