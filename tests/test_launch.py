@@ -5,6 +5,7 @@ import errno
 import functools
 import os
 import re
+import shlex
 import shutil
 import signal
 import subprocess
@@ -16,15 +17,20 @@ from pathlib import Path
 import psutil
 import pytest
 from helpers import (
+    CHAPTERS,
     ROOT,
     TORCHRUN,
     children,
+    copy_repository,
     environment,
+    first_then_nightly,
     free_port,
+    launch_file,
     newest_step,
     read_metrics,
     run_script,
     wait_for_file,
+    write_corpus,
 )
 from runner import Ranks, load_script
 
@@ -67,6 +73,28 @@ def test_the_innermost_launcher_is_believed(monkeypatch, inner, outer):
         monkeypatch.setattr(os, "environ", {**address, **alone, **own})
         launch.prepare_environment()
         assert [os.environ[name] for name in BY_TORCHRUN] == [rank, "2", rank]
+
+
+@pytest.mark.ci
+@pytest.mark.parametrize("chapter", first_then_nightly(["02-ddp", *CHAPTERS[:1], *CHAPTERS[2:]]))
+def test_paths_with_spaces(tmp_path, chapter):
+    """Of the repository, its environment, the text, the run, and a file of arguments."""
+    copy, texts, runs = (tmp_path / f"my {name}" for name in ("repository", "texts", "runs"))
+    for folder in (copy, texts, runs):
+        folder.mkdir()
+    copy_repository(copy)
+    write_corpus(texts).rename(texts / "my corpus.json")
+    arguments = ["-d", texts / "my corpus.json", "--save-dir", runs, *SMALL]
+    (texts / "my arguments.args").write_text(shlex.join(map(str, arguments)))
+    env = environment(NPROC_PER_NODE=2, WANDB_MODE="disabled", PYTHONPATH=copy)
+    if (copy / ".venv").exists():
+        del env["VIRTUAL_ENV"]
+    words = ["bash", copy / launch_file(chapter).relative_to(ROOT)]
+    words += [f"@{texts}/my arguments.args", "-e", "run"]
+    done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert [line["step"] for line in read_metrics(runs / "run")] == [1, 2]
+    assert (runs / "run/logs").exists() == (chapter > "02")
 
 
 def test_chapter_2_needs_a_launcher(flags, tmp_path):
