@@ -41,11 +41,12 @@ bash 03-multi-node/launch_torchrun.sh "$@" &
 AGENT=$!
 trap 'kill -TERM "$AGENT" 2>/dev/null || true' TERM
 
-# A run stops on all pods if one pod is told to. The agent of another pod ends well and would then
-# wait five minutes for the agent that was told to stop, so it is told to stop, too.
+# A run stops on all pods if one pod is told to. When its processes have ended, the agent of another
+# pod waits up to five minutes for the agent that was told to stop, and handles no signal meanwhile.
 while kill -0 "$AGENT" 2>/dev/null; do
-    if told_to_stop; then
-        kill -TERM "$AGENT" 2>/dev/null || true
+    if told_to_stop && [[ -z "$(cat "/proc/$AGENT"/task/*/children 2>/dev/null)" ]]; then
+        sleep 2 || true # the agent prints the last lines of its processes
+        kill -KILL "$AGENT" 2>/dev/null || true
         break
     fi
     sleep 1 &
