@@ -248,7 +248,7 @@ def test_paths_with_spaces(lab, tmp_path, job):
         env |= {"PYTHON": "", "VIRTUAL_ENV": ""}
     data = ("-d", corpus)
     if job == PIPELINE:
-        env |= {"DATA": shlex.quote(corpus), "VOCAB_SIZE": 300}
+        env |= {"DATA": shlex.quote(str(corpus)), "VOCAB_SIZE": 300}
         data = ()
     arguments = f"@{texts}/my arguments.args"
     lab.submit(copy / job, name, arguments, options=("--wait",), data=data, **env)
