@@ -272,6 +272,21 @@ def test_columns_of_json(tmp_path, tokenizer, caplog):
         read(tmp_path, tokenizer, "mixed")
 
 
+@pytest.mark.skipif(
+    not hasattr(datasets, "Json"), reason="this release of datasets has no JSON type"
+)
+@pytest.mark.parametrize("rows_between", [0, 100])
+def test_objects_of_json_may_differ_in_their_types(tmp_path, rows_between):
+    """As the arguments of tools do in conversations, in one block of rows or in two."""
+    values = [{"n": 1.5, "to": "a"}, {"n": "all", "to": ["b"]}, {}]
+    calls = [None, *([{"arguments": value}] for value in values)]
+    calls[2:2] = [None] * rows_between
+    rows = [{"messages": [{"content": "ü", "calls": call}]} for call in calls]
+    write(tmp_path, {"a.jsonl": "".join(json.dumps(row) + "\n" for row in rows)})
+    table = documents.load_table(str(tmp_path), None)["train"]
+    assert [row["messages"] for row in table] == [row["messages"] for row in rows]
+
+
 @pytest.mark.parametrize("name", ["a.jsonl", "a.csv"])
 def test_files_of_a_card_are_read_like_others(tmp_path, name):
     """And the card may name types, such as the classes of a label."""

@@ -5,6 +5,7 @@ The library datasets would guess types, block by block: "2024-01-02" would becom
 marks. So these files are read here and written as Arrow files, which the library then opens.
 """
 
+import functools
 import json
 import logging
 import re
@@ -130,8 +131,9 @@ def _no_json(file: Path, line: int, error: json.JSONDecodeError) -> ValueError:
 def find_schema(files: list[Path]) -> pa.Schema:
     """Return the columns of files and their types, after reading all rows.
 
-    A column with texts and numbers is one of texts. A column whose values have no common type, for
-    example texts and lists, is left out, with a warning.
+    A column with texts and numbers is one of texts. Lists or objects without a common type are a
+    column of JSON. Other columns whose values have no common type, for example texts and lists, are
+    left out, with a warning.
     """
     types: dict[str, pa.DataType | None] = {}
     for file in files:
@@ -148,6 +150,17 @@ def find_schema(files: list[Path]) -> pa.Schema:
     return pa.schema({column: found for column, found in types.items() if found is not None})
 
 
+@functools.cache
+def json_type() -> pa.DataType | None:
+    """Return the type of a column of JSON, or None if this release of datasets has none.
+
+    Its values may differ in their types, such as the arguments of tools in conversations.
+    """
+    import datasets
+
+    return datasets.Json.pa_type if hasattr(datasets, "Json") else None
+
+
 def _type_of(values: list[object], column: str, file: Path) -> pa.DataType | None:
     """Return the type of values, or None if they have no common type. Text can be any scalar."""
     try:
@@ -155,8 +168,10 @@ def _type_of(values: list[object], column: str, file: Path) -> pa.DataType | Non
     except UnicodeError as error:  # half of a surrogate pair, such as "\ud83d"
         raise ValueError(f"{file}, column {column!r}: {error}") from None
     except (pa.ArrowException, OverflowError):
-        is_scalar = all(isinstance(value, str | int | float | None) for value in values)
-        return pa.string() if is_scalar else None
+        if all(isinstance(value, str | int | float | None) for value in values):
+            return pa.string()
+        have_parts = all(isinstance(value, list | dict | None) for value in values)
+        return json_type() if have_parts else None
 
 
 def _common_type(first: pa.DataType | None, second: pa.DataType | None) -> pa.DataType | None:
@@ -166,8 +181,12 @@ def _common_type(first: pa.DataType | None, second: pa.DataType | None) -> pa.Da
         schemas = [pa.schema({"": each}) for each in (first, second)]
         return pa.unify_schemas(schemas, promote_options="permissive").field(0).type
     except pa.ArrowException:
-        has_parts = pa.types.is_nested(first) or pa.types.is_nested(second)
-        return None if has_parts else pa.string()
+        if pa.null() in (first, second):
+            return second if first == pa.null() else first
+        have_parts = [pa.types.is_nested(each) or each == json_type() for each in (first, second)]
+        if all(have_parts):
+            return json_type()
+        return None if any(have_parts) else pa.string()
 
 
 def write_rows(target: Path, files: list[Path], schema: pa.Schema) -> int:
@@ -176,11 +195,13 @@ def write_rows(target: Path, files: list[Path], schema: pa.Schema) -> int:
     A row that lacks a column has null there.
     """
     texts = [field.name for field in schema if pa.types.is_string(field.type)]
+    objects = [field.name for field in schema if field.type == json_type()]
     n_rows = 0
     with target.open("wb") as sink, pa.ipc.new_stream(sink, schema) as stream:
         for rows in chain.from_iterable(map(read_rows, files)):
             for row in rows:
                 row.update({column: as_text(row.get(column)) for column in texts})
+                row.update({column: json.dumps(row[column]) for column in objects if column in row})
             stream.write(pa.RecordBatch.from_pylist(rows, schema))
             n_rows += len(rows)
     return n_rows
