@@ -96,17 +96,17 @@ class ShardedMuon(torch.optim.Muon):
                 Batch(parameters[first : first + n_ranks], ranks)
                 for first in range(0, len(parameters), n_ranks)
             ]
-            # Everything is sent while the GPU computes: it waits for the first batch only.
+            # All batches are sent at once. A GPU receives one while it orthogonalizes another.
             for batch in batches:
                 batch.send_to_owners([self.momentum(p, group) for p in batch.parameters])
             for batch in batches:
                 batch.orthogonalize_and_return()
             for batch in batches:
                 for parameter, update in batch.updates():
-                    lr = group["lr"] * 0.2 * math.sqrt(max(parameter.shape))  # as match_rms_adamw
+                    scale = 0.2 * math.sqrt(max(parameter.shape))  # as match_rms_adamw
                     weights = parameter.to_local()
                     weights.mul_(1 - group["lr"] * group["weight_decay"])
-                    weights.add_(update, alpha=-lr)
+                    weights.add_(update, alpha=-group["lr"] * scale)
 
     def momentum(self, parameter: nn.Parameter, group: dict) -> torch.Tensor:
         """Update the running mean of a gradient; return what to orthogonalize, this rank's rows."""

@@ -88,7 +88,7 @@ def summary(rows: list[dict], args: argparse.Namespace) -> dict:
 
 
 def shorter(args: argparse.Namespace) -> list[int]:
-    return [round(share * args.steps) for share in SHARES]
+    return sorted({round(share * args.steps) for share in SHARES})
 
 
 def main() -> None:
