@@ -16,22 +16,16 @@ PRECISIONS = "05-mixed-precision/measurements.md#an-8b-model-on-two-and-four-gpu
 GPT2 = "05-mixed-precision/measurements.md#gpt-2-in-each-precision-on-one-gpu"
 # What was measured, and the section of a page that has the number.
 MEASURED = {
-    "async-checkpoint": (
-        "a save of GPT-2 stops training for 0.1 s instead of 0.9 s",
-        "04-fsdp/measurements.md#synchronous-and-asynchronous-checkpoints",
-    ),
-    "autocast": ("GPT-2: 2.1 times as fast as in TF32", "02-ddp/topics/five_ways.md"),
+    "async-checkpoint": ("pauses of saves", "04-fsdp/measurements.md#saving-and-loading"),
+    "autocast": ("tokens/s and memory", "01-single-gpu/measurements.md#speed-on-one-gpu"),
     "context-parallel": (
-        "sequences can be twice as long on two GPUs; 97% to 99% of FSDP's speed",
+        "sequences can be twice as long on two GPUs",
         "05-mixed-precision/topics/context_parallel.md#what-it-costs",
     ),
     "cpu-offload": ("8B model: 17.0 GiB instead of 40.8 GiB, but 22% of the speed", OPTIONS),
-    "data-parallel": (
-        "two GPUs: 52% of DDP's speed in bfloat16",
-        "02-ddp/topics/five_ways.md",
-    ),
-    "float16": ("GPT-2: as fast as bfloat16", GPT2),
-    "fp8": ("8B model: 23% to 31% faster; GPT-2: slower", PRECISIONS),
+    "data-parallel": ("two GPUs: 52% of DDP's speed in bfloat16", "02-ddp/topics/five_ways.md"),
+    "float16": ("tokens/s and memory", GPT2),
+    "fp8": ("8B model: 23% to 31% faster", PRECISIONS),
     "hsdp": (
         "8B model in one node: 64.8 GiB instead of 35.0 GiB, 4% slower",
         "05-mixed-precision/measurements.md#four-gpus",
@@ -44,7 +38,7 @@ MEASURED = {
         "8B model on one GPU, 8,192 tokens: 46.2 GiB (predicted)",
         "01-single-gpu/topics/lora.md#memory",
     ),
-    "pure-bfloat16": ("GPT-2: 5% faster, but small updates are lost", GPT2),
+    "pure-bfloat16": ("tokens/s and memory; small updates are lost", GPT2),
     "reduce-bfloat16": ("8B model: 2% faster", PRECISIONS),
     "reduce-every-backward": (
         "8B model, two micro-batches: saves 22 GiB, less than 1% slower",
@@ -59,10 +53,7 @@ MEASURED = {
         "8B model: 4% faster than with full recomputation, 47.8 GiB instead of 35.0 GiB",
         "05-mixed-precision/topics/tensor_parallel.md#what-it-costs",
     ),
-    "zero1": (
-        "GPT-2: at most 1.22 GiB of model state instead of 1.85 GiB, steps 1% longer",
-        "02-ddp/measurements.md#zero-1-on-eight-gpus",
-    ),
+    "zero1": ("tokens/s and memory", "02-ddp/measurements.md#zero-1-and-dataparallel"),
     "zero2": ("8B model: less than 1% faster, 24 GiB more", OPTIONS),
 }
 

@@ -17,7 +17,6 @@ FIGURES = {
     "02-ddp/figures/trace.svg": charts.trace,
     "02-ddp/figures/strong_scaling.svg": charts.strong_scaling,
     "03-multi-node/figures/nodes_cost.svg": charts.nodes_cost,
-    "04-fsdp/figures/measured_memory.svg": charts.measured_memory,
     "05-mixed-precision/figures/a_model.svg": charts.model,
     "05-mixed-precision/figures/ladder.svg": charts.ladder,
 }

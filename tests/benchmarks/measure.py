@@ -271,14 +271,49 @@ def losses() -> Iterable[Row]:
         yield Row(label, 5, flags + more, change=DETERMINISTIC, environment=fixed, **long)
 
 
-def on_a_cpu() -> Iterable[Row]:
-    """gpt2-tiny in float32, on one and two processes of a machine without GPUs."""
-    yield from ()
+def eight_gpus() -> Iterable[Row]:
+    """DDP in TF32, with a batch that grows with the GPUs."""
+    for gpus in (2, 4, 8):
+        flags = f"{GPT2} --compile -b 64 --global-batch-size {64 * gpus}"
+        yield Row(f"DDP, TF32, 64 per GPU on {gpus}", 2, flags, gpus)
+
+
+def llama_8b() -> Iterable[Row]:
+    """Llama 3.1 8B: precisions on two GPUs, and options of chapter 4 in TF32 on four."""
+    selective, short = "selective-recomputation", {"steps": 8, "warm_up": 3}
+    for name, flags, names in (
+        ("bfloat16, compiled", "--compile", ""),
+        ("fp8, compiled", "--compile", "fp8"),
+        ("float16, compiled", "--compile", "float16 loss-scaling"),
+        ("bfloat16", "", ""),
+        ("TF32", "--precision tf32", ""),
+        ("strict float32", "--precision fp32", ""),
+    ):
+        flags = f"{LLAMA_8B} --global-batch-size 2 {flags}".strip()
+        yield Row(f"8B on 2, {name}", 5, flags, 2, f"{names} {selective}".strip(), **short)
+    two = LLAMA_8B.replace("-b 1", "-b 2") + " --global-batch-size 4 --compile"
+    yield Row("8B on 2, bfloat16, 2 sequences", 5, two, 2, selective, **short)
+    yield Row("8B on 2, fp8, 2 sequences", 5, two, 2, f"fp8 {selective}", **short)
+    four = f"{LLAMA_8B} --global-batch-size 4"
+    short = {"steps": 4, "warm_up": 1}
+    for name, flags, names in (
+        ("selective", "--compile", selective),
+        ("full, not compiled", FULL, ""),
+        ("full, zero2", f"--compile {FULL}", "zero2"),
+        ("full, cpu-offload", f"--compile {FULL}", "cpu-offload"),
+    ):
+        yield Row(f"8B, TF32, {name}", 4, f"{four} {flags}", 4, names, **short)
+    eight = f"{LLAMA_8B} --global-batch-size 8 --compile {FULL}"
+    for name, names in (("", ""), (", reduce-every-backward", "reduce-every-backward")):
+        yield Row(f"8B, TF32, full, 2 micro-batches{name}", 4, eight, 4, names, **short)
+    both = f"reduce-bfloat16 {selective}"
+    yield Row("8B, selective, reduce-bfloat16", 5, f"{four} --compile", 4, both, **short)
 
 
 PARTS = (chapters, scaling, options_of_ddp, options_of_fsdp, parallelism, variants_of_chapter_5)
-PARTS += (checkpoints, losses)
+PARTS += (checkpoints, losses, eight_gpus, llama_8b)
 ROWS = {row.label: row for part in PARTS for row in part()}
+assert len(ROWS) == sum(1 for part in PARTS for _ in part()), "two rows have the same label"
 
 
 # --- what was measured: the commit, and a checksum of the code ---

@@ -4,10 +4,13 @@ python tests/benchmarks/report.py    writes the tables into the pages
 
 A page holds a table between the lines `<!-- table: NAME -->` and `<!-- end -->`. The file
 tables.jinja has the template of each table; the functions here compute what is in no result file.
+Below a table that shows rows of measure.py, a line says when they were measured.
 """
 
 import ast
+import functools
 import json
+import os
 import re
 import statistics
 import subprocess
@@ -38,7 +41,10 @@ def read(source: str) -> object:
     text = path.read_text()
     if path.suffix == ".jsonl":
         return [json.loads(line) for line in text.splitlines()]
-    return json.loads(text)["results"] if path.suffix == ".json" else text
+    if path.suffix == ".json":
+        found = json.loads(text)
+        return found.get("results", found)
+    return text
 
 
 def measured_runs(row: dict) -> list[dict]:
@@ -47,14 +53,36 @@ def measured_runs(row: dict) -> list[dict]:
 
 
 def measured_peak(row: dict) -> float | None:
-    """Return the peak GiB of a row, of a search that of the largest that trained."""
-    if "tries" in row:
-        tries = {each["blocks"]: each.get("peak_mem_gib") for each in row["tries"]}
-        return tries.get(row.get("blocks"))
+    """Return the peak GiB of a row."""
     return median(values_of_runs(row, "peak_mem_gib"))
 
 
 # --- tables and pages ---
+
+
+MEASURED = ("h200", "older")  # result files of measure.py, the one that counts first
+
+
+@functools.cache
+def measured_rows(file: str) -> dict[str, dict]:
+    """Return the rows of a result file of measure.py by label, with the name of the file."""
+    path = REPOSITORY / path_of(file)
+    rows = json.loads(path.read_text())["rows"] if path.exists() else []
+    return {row["label"]: {**row, "file": file} for row in rows}
+
+
+def measured(*labels: str) -> dict[str, dict]:
+    """Return the rows of measure.py with these labels; rows that nobody has measured are left out.
+
+    They are from one file, so that they can be compared: from the first that has two of them, or
+    the only one.
+    """
+    for file in MEASURED:
+        rows = measured_rows(file)
+        found = {label: rows[label] for label in labels if label in rows}
+        if len(found) >= min(2, len(labels)):
+            return found
+    return {}
 
 
 @dataclass
@@ -62,12 +90,25 @@ class Table:
     name: str
     template: jinja2.Template
 
-    def made(self, read: Callable = read) -> str:
-        return self.template.render(name=self.name, read=read).strip()
+    def made(self, read: Callable = read, used: list | None = None) -> str:
+        """Return the table's lines; add the rows of measure.py that it shows to `used`."""
+
+        def noted(*labels: str) -> dict[str, dict]:
+            found = measured(*labels)
+            if used is not None:
+                used.extend(found.values())
+            return found
+
+        def row(label: str) -> dict:
+            """Return one row, from whichever file; without runs if nobody has measured it."""
+            return noted(label).get(label, {"runs": []})
+
+        context = {"name": self.name, "read": read, "measured": noted, "row": row}
+        return self.template.render(context).strip()
 
     @property
     def sources(self) -> list[str]:
-        """The paths of the files that the table is made from."""
+        """The paths of the files that the table is made from, without those of measure.py."""
         sources = set()
 
         def noted(source: str) -> object:
@@ -78,11 +119,35 @@ class Table:
         return sorted(sources)
 
 
-def fill(text: str) -> str:
+def when_measured(rows: list[dict], page: Path) -> str:
+    """Return a line that says when rows were measured, with links to their files."""
+    up = os.path.relpath(REPOSITORY / RESULTS, page.parent)
+    says = []
+    for file in MEASURED:
+        group = [row for row in rows if row["file"] == file]
+        dates = sorted({row["date"] for row in group})
+        versions = sorted({row["machine"]["torch"].split("+")[0] for row in group})
+        if group:
+            earlier = " with earlier versions of the scripts" if file == "older" else ""
+            says += [
+                f"on {' to '.join(dict.fromkeys((dates[0], dates[-1])))}{earlier} (torch "
+                f"{', '.join(versions)}, [{file}.json]({up}/{file}.json))"
+            ]
+    return f"*Measured {' and '.join(says)}.*" if says else ""
+
+
+def fill(text: str, page: Path) -> str:
     """Return a page's text with all of its tables made anew."""
 
     def write(match: re.Match) -> str:
-        return f"<!-- table: {match[1]} -->\n{TABLES[match[1]].made()}\n<!-- end -->"
+        made = TABLES[match[1]].made(used=(used := []))
+        if made.count("\n") < 2:  # only the heading
+            made = "*Not measured yet. [measure.py]({}) has the rows.*".format(
+                os.path.relpath(REPOSITORY / "tests/benchmarks/measure.py", page.parent)
+            )
+        when = when_measured(used, page)
+        lines = [f"<!-- table: {match[1]} -->", made, *(["", when] if when else []), "<!-- end -->"]
+        return "\n".join(lines)
 
     return re.sub(r"<!-- table: (\w+) -->\n.*?<!-- end -->", write, text, flags=re.DOTALL)
 
@@ -180,11 +245,6 @@ def largest_difference(one: Iterable[float], two: Iterable[float]) -> float:
     return max(abs(b / a - 1) for a, b in zip(one, two, strict=True))
 
 
-def state_gib(found: dict) -> float:
-    """Return the GiB of the rank that stores the most."""
-    return max(sum(each.values()) for each in found["bytes_by_rank"]) / GIB
-
-
 def differences(row: dict, first: int, last: int) -> float:
     """Return the largest relative difference of the losses of a row's two runs in these steps."""
     one, two = (run["losses"] for run in row["runs"])
@@ -192,61 +252,39 @@ def differences(row: dict, first: int, last: int) -> float:
     return largest_difference(*([losses[step] for step in steps] for losses in (one, two)))
 
 
-def beside_predictions(found: dict, predictions: dict) -> Iterable[dict]:
-    """Return the rows of a file that ran or ran out of memory, and what was expected."""
-    for row in found["rows"]:
-        expected = predictions.get(row["label"], {})  # peak_gib, parameters
-        peak, peak_gib = measured_peak(row), expected.get("peak_gib")
-        if peak:
-            off = peak / peak_gib - 1 if peak_gib else None
-            speed = values_of_runs(row, "tokens_per_s_per_device")
-            yield {**row, **expected, "speed": speed, "peak": peak, "off": off}
-        elif None in row["runs"]:
-            yield {**row, **expected, "speed": "out of memory"}
+def predicted_peak(label: str) -> float | None:
+    """Return the GiB that memory.py predicts for a row of measure.py."""
+    return read("predictions")["rows"].get(label, {}).get("peak_gib")
 
 
-def steps_on_one_node(read: Callable) -> dict[str, fabrics.Step]:
+def steps_on_one_node() -> dict[str, fabrics.Step]:
     """Return measured steps: of GPT-2 124M on four GPUs of one node, and of the 8B model on two."""
-    found = read("many_gpus_h200_4")["parts"]
-    rows = {row["label"]: row for part in ("nodes", "gpt2") for row in found[part]["rows"]}
-    rows |= {
-        row["label"]: row for name in ("ddp_gpu", "fsdp_precision") for row in read(name)["rows"]
-    }
     gpt2, large = (124475904, 39421440), (8030261248, 1050677248)  # parameters, outside of layers
     labels = {
-        "TF32, 1 GPU": ("02-ddp on 1", gpt2),
-        "TF32": ("02-ddp on 4", gpt2),
-        "bf16": ("chapter 3 in bf16, one node of 4", gpt2),
-        "bf16, sharded": ("chapter 5 on 4", gpt2),
-        "8B": ("bf16, compiled", large),
+        "TF32": ("DDP, TF32, 64 per GPU on 4", gpt2),
+        "bf16": ("DDP, 64 per GPU on 4", gpt2),
+        "bf16, sharded": ("FSDP, 64 per GPU on 4", gpt2),
+        "8B": ("8B on 2, bfloat16, compiled", large),
     }
     return {
-        name: fabrics.Step(
-            *(median(values_of_runs(rows[label], f"time/{key}")) for key in PASSES), *sizes
-        )
+        name: fabrics.Step(*(median(values_of_runs(row, f"time/{key}")) for key in PASSES), *sizes)
         for name, (label, sizes) in labels.items()
+        for row in measured(label).values()
     }
 
 
-def two_nodes(read: Callable, precision: str, gigabits: float) -> dict[str, float]:
+def two_nodes(precision: str, gigabits: float) -> dict[str, float]:
     """Return the predicted step and speed of GPT-2 124M with DDP on two nodes of four GPUs.
 
     NCCL uses a tree, which sends what HSDP's all-reduce sends: all gradients, once.
     """
-    step = steps_on_one_node(read)[precision]
+    step = steps_on_one_node()[precision]
     found = fabrics.predict("HSDP", step, 2, 4, gigabits)
     return found | {"alone": step.total, "speed": 2 * step.total / found["step"]}
 
 
 def checked_fabrics(read: Callable) -> Iterable[tuple[str, float, float]]:
     """Return setups, with their measured and their predicted steps in ms."""
-    rows = {row["label"]: row for row in read("ddp_gpu")["rows"]}
-    alone, buckets = steps_on_one_node(read)["TF32, 1 GPU"], read("buckets_gpu")
-    seconds = buckets["ms"]["all-reduce alone"]["median"] / 1000
-    gigabits = 2 * 7 / 8 * buckets["gradient_bytes"] / seconds * 8 / 1e9
-    measured = median(values_of_runs(rows["02-ddp on 8"], "time/total"))
-    predicted = fabrics.predict("DDP", alone, 8, 1, gigabits)["step"]
-    yield f"GPT-2 124M in TF32 on 8 H200, NVLink ({gigabits / 8:.0f} GB/s)", measured, predicted
     first, *others = read("fabrics_cpu")["rows"]
     step = fabrics.Step(*(first[f"time/{key}"] for key in PASSES), 937472, 540928)  # gpt2-tiny
     for row in others:
@@ -262,7 +300,7 @@ def read_templates() -> dict[str, Table]:
     environment.filters |= {"f": shown, "runs": values_of_runs, "median": median}
     environment.filters["gib"] = lambda size: size / GIB
     functions = (script, options, diffstat, diffstat_of, losses, with_minutes, bits_per_byte)
-    functions += (largest_difference, state_gib, beside_predictions, measured_peak)
+    functions += (largest_difference, measured_peak, predicted_peak)
     functions += (differences, two_nodes, steps_on_one_node, checked_fabrics, fabrics.predict)
     environment.globals |= {function.__name__: function for function in functions}
     text = Path(__file__).with_name("tables.jinja").read_text()
@@ -279,7 +317,7 @@ TABLES = read_templates()
 
 def main() -> None:
     for page in pages():
-        text = fill(page.read_text())
+        text = fill(page.read_text(), page)
         if text != page.read_text():
             page.write_text(text)
             print(f"wrote: {page.relative_to(REPOSITORY)}")

@@ -1,40 +1,43 @@
 """The figures that show results of measurements."""
 
-from itertools import pairwise
-
 import report
 
 from drawings.svg import HEADING, LARGE, LEFT, NORMAL, RIGHT, SMALL, Drawing
 
-ALONE_GIB = 194  # what memory.py predicts for the 8B model on one GPU; it does not fit
 H200_GIB = 140
 
 
-def rows_of(name: str) -> dict[str, dict[str, float]]:
-    """Return the medians over the runs of each row of a result file that finished, by label."""
+def medians(*labels: str) -> dict[str, dict[str, float]]:
+    """Return the medians over the runs of rows of measure.py that can be compared, by label."""
     found = {}
-    for row in report.read(name)["rows"]:
-        if runs := report.measured_runs(row):
-            numbers = [key for key, value in runs[0].items() if isinstance(value, int | float)]
-            found[row["label"]] = {
-                key: report.median(run[key] for run in runs if key in run) for key in numbers
-            }
+    for label, row in report.measured(*labels).items():
+        runs = report.measured_runs(row)
+        numbers = [key for key, value in runs[0].items() if isinstance(value, int | float)]
+        found[label] = {key: report.median(run[key] for run in runs) for key in numbers}
     return found
 
 
+def same_batch() -> dict[int, dict[str, float]]:
+    """Return the medians of DDP with 512 sequences per step, by number of GPUs."""
+    labels = {f"DDP, 512 in all on {gpus}": gpus for gpus in (1, 2, 4)}
+    return {labels[label]: row for label, row in medians(*labels).items()}
+
+
 def gains() -> str:
-    """Return what the chapters bring: speed on eight GPUs, and a model that fits on four."""
-    speeds = rows_of("ddp_gpu")
-    one, eight = (speeds[label]["tokens_per_s"] for label in ("01-single-gpu on 1", "02-ddp on 8"))
-    sharded = rows_of("fsdp_precision_4")["bf16, compiled"]["peak_mem_gib"]
+    """Return what the chapters bring: a faster step, and a model that fits."""
+    steps = same_batch()
+    most = max(steps)
+    one, several = (steps[gpus]["tokens_per_s"] for gpus in (1, most))
+    predicted = report.read("predictions")["scenario"]
+    ddp, fsdp = (predicted[name]["peak"] for name in ("Chapter 2 or 3", "Chapter 4"))
     panels = {
-        f"GPT-2 trains {eight / one:.1f} times as fast": (
-            ("chapter 1, 1 GPU", one, f"{one:,.0f} tokens/s", "green"),
-            ("chapter 2, 8 GPUs", eight, f"{eight:,.0f} tokens/s", "green"),
+        f"The same batch: {several / one:.1f} times as fast": (
+            ("1 GPU", one, f"{one:,.0f} tokens/s", "green"),
+            (f"{most} GPUs", several, f"{several:,.0f} tokens/s", "green"),
         ),
-        "An 8B model fits into the memory of a GPU": (
-            ("chapter 1, 1 GPU", ALONE_GIB, f"{ALONE_GIB} GiB: does not fit", "red"),
-            ("chapter 5, 4 GPUs", sharded, f"{sharded:.0f} GiB", "orange"),
+        "An 8B model fits into the memory of each of 4 GPUs": (
+            ("DDP (chapter 2)", ddp, f"{ddp:.0f} GiB: does not fit", "red"),
+            ("FSDP (chapter 4)", fsdp, f"{fsdp:.0f} GiB", "orange"),
         ),
     }
     left, longest, y = LEFT + 170, 290, 32.0
@@ -55,10 +58,10 @@ def gains() -> str:
         y += 44
     drawing.note(
         y,
-        "NVIDIA H200. GPT-2 124M in TF32. Llama 3.1 8B, 8,192 tokens per GPU; on 4 GPUs in",
-        "bfloat16 with activation checkpointing. 194 GiB is predicted, the rest measured.",
+        "Measured: GPT-2 124M with DDP on NVIDIA H200, bfloat16, 512 x 1,024 tokens per step.",
+        "Predicted: Llama 3.1 8B in float32, compiled, one sequence of 8,192 tokens per GPU.",
     )
-    title = f"8 GPUs are {eight / one:.1f} times as fast as one; an 8B model fits on 4 GPUs"
+    title = f"{most} GPUs are {several / one:.1f} times as fast as one; an 8B model fits on 4 GPUs"
     return drawing.document(title, y + 38)
 
 
@@ -84,18 +87,20 @@ def draw_beside_ideal(drawing: Drawing, bars: dict[int, tuple], ideal: str, note
 
 def scaling() -> str:
     """Return tokens/s and efficiency on one to eight GPUs."""
-    rows = rows_of("ddp_gpu")
-    alone = rows["01-single-gpu on 1"]["tokens_per_s"]
+    labels = {f"DDP, TF32, 64 per GPU on {gpus}": gpus for gpus in (2, 4, 8)}
+    rows = {labels[label]: row for label, row in medians(*labels).items()}
+    (rows[1],) = medians("chapter 2, TF32, compiled").values()
+    alone = rows[1]["tokens_per_s"]
     bars = {}
-    for gpus in (1, 2, 4, 8):
-        speed = rows[f"02-ddp on {gpus}"]["tokens_per_s"]
+    for gpus in sorted(rows):
+        speed = rows[gpus]["tokens_per_s"]
         efficiency = f"efficiency {speed / gpus / alone:.1%}"
         bars[gpus] = speed, gpus * alone, f"{speed:,.0f} tokens/s", efficiency, "end"
-    drawing = Drawing(f"8 GPUs process {speed / alone:.1f} times the tokens of one")
+    drawing = Drawing(f"{gpus} GPUs process {speed / alone:.1f} times the tokens of one")
     end = draw_beside_ideal(
         drawing,
         bars,
-        "100%: chapter 1's speed on one GPU, times the number of GPUs",
+        "100%: the speed on one GPU, times the number of GPUs",
         "GPT-2 124M, 64 x 1,024 tokens per GPU, TF32, compiled, NVIDIA H200",
     )
     return drawing.document("Tokens per second with DDP on 1, 2, 4 and 8 GPUs", end)
@@ -103,13 +108,13 @@ def scaling() -> str:
 
 def strong_scaling() -> str:
     """Return the time of a step of 512 sequences on one to four GPUs."""
-    rows, bars = rows_of("gpus"), {}
-    alone = rows["DDP, 512 sequences on 1"]["time/total"]
-    for gpus in (1, 2, 4):
-        step = rows[f"DDP, 512 sequences on {gpus}"]["time/total"]
+    rows, bars = same_batch(), {}
+    alone = rows[1]["time/total"]
+    for gpus in rows:
+        step = rows[gpus]["time/total"]
         times = f"x {alone / step:.2f}"
         bars[gpus] = step, alone / gpus, f"{step:,.0f} ms per step", times, "end bold"
-    drawing = Drawing(f"The same batch: {alone / step:.1f} times as fast on four GPUs")
+    drawing = Drawing(f"The same batch: {alone / step:.1f} times as fast on {gpus} GPUs")
     end = draw_beside_ideal(
         drawing,
         bars,
@@ -163,7 +168,7 @@ def nodes_cost() -> str:
     """Return the predicted step on two nodes, by network and precision."""
     networks, precisions, left = (10, 25, 100, 400), ("TF32", "bf16"), LEFT + 62
     found = {
-        (gigabits, precision): report.two_nodes(report.read, precision, gigabits)
+        (gigabits, precision): report.two_nodes(precision, gigabits)
         for gigabits in networks
         for precision in precisions
     }
@@ -193,63 +198,25 @@ def nodes_cost() -> str:
     return drawing.document("Predicted step time on two nodes for several networks", y + 58)
 
 
-def measured_memory() -> str:
-    """Return the memory over a step of GPT-2 124M on two GPUs, with DDP and with FSDP."""
-    height, left, ticks = 230, LEFT + 72, (0, 1, 2, 3)
-    scale = height / 3.5  # of a GiB
-    drawing = Drawing("Measured: FSDP saves model state, not activations")
-    drawing.legend({"allocated between steps": "blue", "allocated within the step": "orange"})
-    y = 118.0
-    for name, found in report.read("memory_timeline_gpu").items():
-        drawing.text(LEFT, y, name, LARGE, "bold")
-        bottom = y + 10 + height
-        for tick in ticks:
-            drawing.line(left, bottom - tick * scale, RIGHT, bottom - tick * scale, "softline thin")
-            says = f"{tick} GiB" if tick == ticks[-1] else str(tick)
-            drawing.text(left - 8, bottom - tick * scale + 6, says, SMALL, "end")
-        peaks = found["peak_bytes_by_bin"]
-        gib = [max(pair) / report.GIB for pair in zip(peaks[::2], peaks[1::2], strict=True)]
-        width = (RIGHT - left) / len(gib)
-        xs = [left + width * number for number in range(len(gib) + 1)]
-        # Between steps is what the step has not allocated yet when it begins.
-        between = [bottom - min(size, gib[0]) * scale for size in gib]
-        upper = [bottom - size * scale for size in gib]
-        drawing.area(xs, [bottom] * len(gib), between, "blue edge")
-        drawing.area(xs, between, upper, "orange edge")
-        peak = gib.index(max(gib))
-        x, says = xs[peak] + width / 2, f"peak {gib[peak]:.1f} GiB"
-        drawing.text(x, upper[peak] - 10, says, style="bold middle")
-        y += height + 20
-        phases = [(phase, at) for phase, at in found["phases"] if phase not in ("data", "wait")]
-        for (phase, start), (_, end) in pairwise([*phases, ("end", 1.0)]):
-            x, x_end = (left + (RIGHT - left) * share for share in (start, end))
-            drawing.line(x + 3, y, x_end - 3, y)
-            drawing.text((x + x_end) / 2, y + 22, phase, SMALL, "middle")
-        y += 70
-    drawing.note(
-        y - 18,
-        "GPT-2 124M, 1 x 1,024 tokens per GPU, TF32, rank 0 of two H100. Time is when",
-        "the host allocates memory.",
-    )
-    title = "Measured memory of a GPU over a step of GPT-2 124M, DDP and FSDP"
-    return drawing.document(title, y + 20)
-
-
 def ladder() -> str:
     """Return tokens/s and peak memory from strict float32 to fp8."""
-    rows = rows_of("fsdp_precision")
-    rungs = {
-        "fp32": "strict float32",
-        "tf32": "TF32 matmuls",
-        "bf16": "bfloat16",
-        "bf16, compiled": "bfloat16, compiled",
+    names = {
+        "strict float32": "strict float32",
+        "TF32": "TF32 matmuls",
+        "bfloat16": "bfloat16",
+        "bfloat16, compiled": "bfloat16, compiled",
         "fp8, compiled": "fp8, compiled",
     }
+    labels = {f"8B on 2, {name}": title for name, title in names.items()}
+    rows = medians(*labels)
+    rungs = {label: title for label, title in labels.items() if label in rows}
     speeds = {label: rows[label]["tokens_per_s_per_device"] for label in rungs}
     peaks = {label: rows[label]["peak_mem_gib"] for label in rungs}
     longest = 440
     fastest, largest = max(speeds.values()), max(peaks.values())
-    drawing = Drawing(f"From strict float32 to fp8: {fastest / speeds['fp32']:.0f} times the speed")
+    drawing = Drawing(
+        f"From strict float32 to fp8: {fastest / min(speeds.values()):.0f} times the speed"
+    )
     drawing.legend({"tokens/s per GPU": "green", "peak memory per GPU": "orange"})
     y, before = 90.0, None
     for label, title in rungs.items():
@@ -271,7 +238,7 @@ def ladder() -> str:
     drawing.note(
         y + 6,
         "x compares with the row above. Llama 3.1 8B, 1 x 8,192 tokens per GPU, 2 NVIDIA",
-        "H200, FSDP, selective activation checkpointing, one run each.",
+        "H200, FSDP, selective recomputation.",
     )
     return drawing.document("Speed and peak memory from strict float32 to fp8", y + 44)
 
