@@ -371,19 +371,50 @@ def unrecorded_output(page: Path, text: str) -> list[str]:
 
 
 def stale_tables(page: Path, text: str) -> list[str]:
-    """A table of numbers, right-aligned, is made by report.py; and its sources are linked to."""
-    complaints = [] if report.fill(text) == text else ["run make diffs"]
+    """A table of numbers, right-aligned, is made by report.py; and its sources are linked to.
+
+    report.py also renews the numbers in sentences.
+    """
+    complaints = [] if report.fill(text, page) == text else ["run make diffs"]
     rest = without_chapters(re.sub(r"<!-- table: \w+ -->\n(.*\n)*?<!-- end -->", "", text))
     number = r"[\d,.]+( ?(ms|s|%|GiB|MB|tokens/s))?"
     numbers = rf"^\|.*--:.*|^\|.*\| *{number} *\|.*"
     complaints += [f"no table of report.py: {row[0]}" for row in re.finditer(numbers, rest, re.M)]
     made = "".join(re.findall(r"<!-- table: \w+ -->\n((?:.*\n)*?)<!-- end -->", text))
+    made = re.sub(r"^(\*(Measured|Not measured).*\*)?\n", "", made, flags=re.MULTILINE)
     complaints += [f"no row: {r}" for r in made.splitlines() if not re.fullmatch(r"\|.*\|", r)]
     links = {(page.parent / link).resolve() for link in re.findall(r"\]\(([^)#]+)\)", text)}
     for name in re.findall(r"<!-- table: (\w+) -->", text):
         for source in report.TABLES[name].sources:
             if ROOT / source not in links:
                 complaints.append(f"table {name} does not link to {source}")
+    return complaints
+
+
+# A number with a unit of measurement in a sentence, and what marks a paragraph's numbers as
+# calculated.
+WITH_UNIT = re.compile(
+    r"(?<![\w.,-])\d[\d.,]*(?:\s(?:million|billion))?\s(?:GiB|tokens/s|ms|s\sper\sstep|times\sas\sfast)\b"
+    r"|\bMFU\b[^.\n]{0,30}?\d[\d.]*%|\d[\d.]*%\sMFU"
+)
+CALCULATED = re.compile(r"calculat|predict|memory\.py|simulat|\s=\s", re.IGNORECASE)
+
+
+def numbers_without_row(page: Path, text: str) -> list[str]:
+    """A number with a unit belongs to rows (sentences.jinja), or is marked as calculated."""
+    hidden = r"<!-- table: (?:.*\n)*?<!-- end -->|^ *```(?:.*\n)*?^ *```$|^\|.*$"
+    text = re.sub(hidden, lambda each: "#" * len(each[0]), text, flags=re.MULTILINE)
+    fragments = report.SENTENCES.get(page, ())
+    known = [match.span() for each in fragments for match in each.matches(text)]
+    complaints = [
+        f"no such sentence: {each.source}" for each in fragments if not each.matches(text)
+    ]
+    complaints += [f"not measured: {e.source}" for e in fragments if e.numbers() is None]
+    for found in WITH_UNIT.finditer(text):
+        paragraph = text[text.rfind("\n\n", 0, found.start()) + 1 :].lstrip().split("\n\n")[0]
+        inside = any(start <= found.start() and found.end() <= end + 40 for start, end in known)
+        if not inside and not CALCULATED.search(paragraph):
+            complaints.append(f"no row has this number, nor is it marked as calculated: {found[0]}")
     return complaints
 
 
@@ -463,6 +494,7 @@ ROT = {
     gone_tests: ("-k planted", "-k painted", "no such test"),
     unrecorded_output: ("```text\n", "```text\nall is well\n", "nobody recorded"),
     stale_tables: (r"(<!-- table: .*\n.*\n.*\n.*)\d(.*\d)", r"\g<1>00\2", "run make diffs"),
+    numbers_without_row: (r"\A", "It trains at 1,234 tokens/s.\n\n", "no row has this number"),
     invented_messages: (r"^\| `[^`]+`", "| `moon rises over silent mountains`", "no code says"),
 }
 

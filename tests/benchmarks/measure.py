@@ -50,7 +50,6 @@ from machine import (
 from common import variants
 
 NEVER = 10**6
-OLDER = RESULTS / "older.json"  # rows of programs that are gone, until they are measured again
 # Arguments. FOLDER is where the synthetic tokens and the configurations of the models are.
 GPT2 = "-m gpt2 -s 1024 --lr 3e-4 --log-freq 5"
 LLAMA_1B = "-m FOLDER/llama-1b --tokenizer-name gpt2-tiny --lr 1e-5 -b 1 --log-freq 2"
@@ -420,8 +419,6 @@ def merge(file: Path) -> bool:
         else:
             target = file_of(found["machine"])
             write_rows(target, {**read_rows(target), label: found})
-            if label in (older := read_rows(OLDER)):
-                write_rows(OLDER, {name: each for name, each in older.items() if name != label})
             print(f"{label}: taken into {target.relative_to(REPOSITORY)}")
     for label, why in wrong.items():
         print(f"{label}: {why}", file=sys.stderr)

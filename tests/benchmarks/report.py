@@ -4,7 +4,8 @@ python tests/benchmarks/report.py    writes the tables into the pages
 
 A page holds a table between the lines `<!-- table: NAME -->` and `<!-- end -->`. The file
 tables.jinja has the template of each table; the functions here compute what is in no result file.
-Below a table that shows rows of measure.py, a line says when they were measured.
+Below a table that shows rows of measure.py, a line says when they were measured. The numbers in
+sentences are renewed with sentences.jinja.
 """
 
 import ast
@@ -60,6 +61,7 @@ def measured_peak(row: dict) -> float | None:
 # --- tables and pages ---
 
 
+USED: set[tuple[str, str]] = set()  # files and labels of the rows that something asked for
 MEASURED = ("h200", "older")  # result files of measure.py, the one that counts first
 
 
@@ -81,6 +83,7 @@ def measured(*labels: str) -> dict[str, dict]:
         rows = measured_rows(file)
         found = {label: rows[label] for label in labels if label in rows}
         if len(found) >= min(2, len(labels)):
+            USED.update((file, label) for label in found)
             return found
     return {}
 
@@ -149,7 +152,79 @@ def fill(text: str, page: Path) -> str:
         lines = [f"<!-- table: {match[1]} -->", made, *(["", when] if when else []), "<!-- end -->"]
         return "\n".join(lines)
 
-    return re.sub(r"<!-- table: (\w+) -->\n.*?<!-- end -->", write, text, flags=re.DOTALL)
+    text = re.sub(r"<!-- table: (\w+) -->\n.*?<!-- end -->", write, text, flags=re.DOTALL)
+    for fragment in SENTENCES.get(page, ()):
+        text = fragment.renewed(text)
+    return text
+
+
+@dataclass
+class Fragment:
+    """A part of a sentence, with an expression for each of its measured numbers."""
+
+    source: str
+
+    @property
+    def parts(self) -> list[str]:
+        """Words, an expression, words, ..."""
+        return re.split(r"\{\{ (.*?) \}\}", self.source)
+
+    def matches(self, text: str) -> list[re.Match]:
+        """Return where the fragment stands in a text, with any numbers."""
+        words = (r"\s+".join(map(re.escape, part.split(" "))) for part in self.parts[::2])
+        return [*re.finditer(r"(-?\d[\d.,]*\d|-?\d)".join(words), text)]
+
+    def numbers(self) -> list[str] | None:
+        """Return the numbers, or None if nobody has measured one of their rows."""
+        try:
+            return [ENVIRONMENT.from_string(f"{{{{ {e} }}}}").render() for e in self.parts[1::2]]
+        except (LookupError, TypeError, jinja2.UndefinedError):
+            return None
+
+    def renewed(self, text: str) -> str:
+        """Return a text with the numbers of today where the fragment stands."""
+        if (numbers := self.numbers()) is None:
+            return text
+        for match in reversed(self.matches(text)):
+            for group in range(len(numbers), 0, -1):
+                start, end = match.span(group)
+                text = text[:start] + numbers[group - 1] + text[end:]
+        return text
+
+
+def read_sentences() -> dict[Path, list[Fragment]]:
+    """Return the fragments of sentences.jinja by page."""
+    text = Path(__file__).with_name("sentences.jinja").read_text().partition("#}")[2]
+    found: dict[Path, list[Fragment]] = {}
+    for line in filter(None, text.splitlines()):
+        if line.startswith("## "):
+            fragments = found.setdefault(REPOSITORY / line[3:], [])
+        else:
+            fragments.append(Fragment(line))
+    return found
+
+
+def of_row(key: str) -> Callable[[str], float]:
+    """Return a function from a label of measure.py to the median of `key` over the row's runs."""
+
+    def value(label: str) -> float:
+        return statistics.median(values_of_runs(measured(label)[label], key))
+
+    return value
+
+
+def ratio(one: str, other: str) -> float:
+    """Return the speed of a row relative to that of another row of the same result file."""
+    rows = measured(one, other)
+    speeds = [
+        statistics.median(values_of_runs(rows[each], "tokens_per_s")) for each in (one, other)
+    ]
+    return speeds[0] / speeds[1]
+
+
+def scenario(setup: str) -> float:
+    """Return the GiB that memory.py predicts for a setup of the pages' scenario."""
+    return read("predictions")["scenario"][setup]["peak"]
 
 
 def pages() -> list[Path]:
@@ -293,7 +368,7 @@ def checked_fabrics(read: Callable) -> Iterable[tuple[str, float, float]]:
         yield name, row["time/total"], predicted
 
 
-def read_templates() -> dict[str, Table]:
+def make_environment() -> jinja2.Environment:
     environment = jinja2.Environment(
         line_statement_prefix="%", undefined=jinja2.ChainableUndefined, autoescape=False
     )
@@ -302,17 +377,27 @@ def read_templates() -> dict[str, Table]:
     functions = (script, options, diffstat, diffstat_of, losses, with_minutes, bits_per_byte)
     functions += (largest_difference, measured_peak, predicted_peak)
     functions += (differences, two_nodes, steps_on_one_node, checked_fabrics, fabrics.predict)
+    functions += (ratio, scenario)
     environment.globals |= {function.__name__: function for function in functions}
+    keys = {"speed": "tokens_per_s", "per_gpu": "tokens_per_s_per_device", "mfu": "mfu"}
+    keys |= {"peak": "peak_mem_gib", "ms": "time/total", "backward": "time/backward"}
+    environment.globals |= {name: of_row(key) for name, key in keys.items()}
+    return environment
+
+
+def read_templates() -> dict[str, Table]:
     text = Path(__file__).with_name("tables.jinja").read_text()
     templates = re.findall(r"^## (.+)\n((?:(?!## ).*\n)*)", text, re.MULTILINE)
     return {
-        name: Table(name, environment.from_string(template))
+        name: Table(name, ENVIRONMENT.from_string(template))
         for names, template in templates
         for name in names.split()
     }
 
 
+ENVIRONMENT = make_environment()
 TABLES = read_templates()
+SENTENCES = read_sentences()
 
 
 def main() -> None:
