@@ -1,7 +1,14 @@
 """Write the table of the gallery's page from the .diff files: python tests/gallery.py"""
 
 import re
+import sys
 from itertools import groupby, product
+from pathlib import Path
+
+import jinja2
+
+sys.path.append(str(Path(__file__).parent / "benchmarks"))
+import report
 
 from common.variants import CHAPTERS, ROOT, Variant, all_variants
 
@@ -14,20 +21,39 @@ HEAD = """\
 OPTIONS = "04-fsdp/measurements.md#options-for-an-8b-model-on-four-gpus"
 PRECISIONS = "05-mixed-precision/measurements.md#an-8b-model-on-two-and-four-gpus"
 GPT2 = "05-mixed-precision/measurements.md#gpt-2-in-each-precision-on-one-gpu"
-# What was measured, and the section of a page that has the number.
+
+
+def compared(what: str, one: str, other: str) -> str:
+    """Return a template of the speed and the memory of a row relative to another row."""
+    speed = f"(100 * ratio({one!r}, {other!r}) - 100)|f('+.0f')"
+    peaks = (f"peak({label!r})|f('.1f')" for label in (one, other))
+    return (
+        f"{what}: {{{{ {speed} }}}}% tokens/s, "
+        + " GiB instead of ".join(f"{{{{ {peak} }}}}" for peak in peaks)
+        + " GiB"
+    )
+
+
+FULL = "8B, TF32, recomputation"
+EIGHT = "8B, TF32, full, 2 micro-batches"
+# What was measured, as in benchmarks/sentences.jinja, and the section of a page that has it. Where
+# rows are not measured yet, the table has the text before the colon only.
 MEASURED = {
     "async-checkpoint": ("pauses of saves", "04-fsdp/measurements.md#saving-and-loading"),
-    "autocast": ("tokens/s and memory", "01-single-gpu/measurements.md#speed-on-one-gpu"),
+    "autocast": ("speed and memory", "01-single-gpu/measurements.md#speed-on-one-gpu"),
     "context-parallel": (
-        "sequences can be twice as long on two GPUs",
+        compared("1B model, 65,536 tokens", "context, 65536", "FSDP, 65536"),
         "05-mixed-precision/topics/context_parallel.md#what-it-costs",
     ),
-    "cpu-offload": ("8B model: 17.0 GiB instead of 40.8 GiB, but 22% of the speed", OPTIONS),
-    "data-parallel": ("two GPUs: 52% of DDP's speed in bfloat16", "02-ddp/topics/five_ways.md"),
-    "float16": ("tokens/s and memory", GPT2),
-    "fp8": ("8B model: 23% to 31% faster", PRECISIONS),
+    "cpu-offload": (compared("8B model", "8B, TF32, full, cpu-offload", FULL), OPTIONS),
+    "data-parallel": ("two GPUs", "02-ddp/topics/five_ways.md"),
+    "float16": (compared("GPT-2", "GPT-2, float16", "chapter 5, bfloat16, compiled"), GPT2),
+    "fp8": (
+        compared("8B model", "8B on 2, fp8, compiled", "8B on 2, bfloat16, compiled"),
+        PRECISIONS,
+    ),
     "hsdp": (
-        "8B model in one node: 64.8 GiB instead of 35.0 GiB, 4% slower",
+        compared("8B model in one node", "8B, hsdp", "8B, recomputation"),
         "05-mixed-precision/measurements.md#four-gpus",
     ),
     "local-sgd": (
@@ -38,24 +64,41 @@ MEASURED = {
         "8B model on one GPU, 8,192 tokens: 46.2 GiB (predicted)",
         "01-single-gpu/topics/lora.md#memory",
     ),
-    "pure-bfloat16": ("tokens/s and memory; small updates are lost", GPT2),
-    "reduce-bfloat16": ("8B model: 2% faster", PRECISIONS),
+    "pure-bfloat16": (
+        compared("GPT-2", "GPT-2, bfloat16 weights", "chapter 5, bfloat16, compiled"),
+        GPT2,
+    ),
+    "reduce-bfloat16": (
+        compared("8B model", "8B, selective, reduce-bfloat16", "8B, selective-recomputation"),
+        PRECISIONS,
+    ),
     "reduce-every-backward": (
-        "8B model, two micro-batches: saves 22 GiB, less than 1% slower",
+        compared("8B model, two micro-batches", f"{EIGHT}, reduce-every-backward", EIGHT),
         OPTIONS,
     ),
-    "selective-recomputation": ("8B model: saves 28 GiB, less than 1% slower", OPTIONS),
+    "selective-recomputation": (compared("8B model", "8B, TF32, selective", "8B, TF32"), OPTIONS),
     "stochastic-rounding": (
         "a step of 3e-6 changes 10.2% of the weights instead of 3.9%",
         "05-mixed-precision/reference.md#stochastic-rounding",
     ),
     "tensor-parallel": (
-        "8B model: 4% faster than with full recomputation, 47.8 GiB instead of 35.0 GiB",
+        compared("8B model", "8B, tensor parallelism", "8B, recomputation"),
         "05-mixed-precision/topics/tensor_parallel.md#what-it-costs",
     ),
-    "zero1": ("tokens/s and memory", "02-ddp/measurements.md#zero-1-and-dataparallel"),
-    "zero2": ("8B model: less than 1% faster, 24 GiB more", OPTIONS),
+    "zero1": (
+        compared("GPT-2, two GPUs", "ZeRO-1, TF32", "DDP, TF32"),
+        "02-ddp/measurements.md#zero-1-and-dataparallel",
+    ),
+    "zero2": (compared("8B model", "8B, TF32, full, zero2", FULL), OPTIONS),
 }
+
+
+def filled(template: str) -> str:
+    """Return a text with its numbers; only what it begins with if they are not measured yet."""
+    try:
+        return report.ENVIRONMENT.from_string(template).render()
+    except (LookupError, TypeError, jinja2.UndefinedError):
+        return template.partition(":")[0]
 
 
 def link(text: str, target: str) -> str:
@@ -108,7 +151,8 @@ def table() -> str:
         not_with = [
             other for other, pair in pairs if any(excluded(known, n, pair) for n in CHAPTERS)
         ]
-        measured = link(*MEASURED[name]) if name in MEASURED else ""
+        text, target = MEASURED.get(name, ("", ""))
+        measured = link(filled(text), target) if text else ""
         beside = ", ".join(f"`{other}`" for other in not_with)
         cells = [f"`{name}`", files[0].title, lines, needs_of(files), beside, measured]
         rows.append("|" + "".join(f" {cell} |" if cell else " |" for cell in cells))

@@ -73,19 +73,33 @@ def measured_rows(file: str) -> dict[str, dict]:
     return {row["label"]: {**row, "file": file} for row in rows}
 
 
-def measured(*labels: str) -> dict[str, dict]:
-    """Return the rows of measure.py with these labels; rows that nobody has measured are left out.
+def groups(*labels: str) -> list[dict[str, dict]]:
+    """Return the rows of measure.py with these labels that can be compared: those of one file.
 
-    They are from one file, so that they can be compared: from the first that has two of them, or
-    the only one.
+    A later file counts only if it has a row that the files before it do not have. Then all of its
+    rows are returned, because the row needs them for comparison.
     """
+    found: list[dict[str, dict]] = []
     for file in MEASURED:
         rows = measured_rows(file)
-        found = {label: rows[label] for label in labels if label in rows}
-        if len(found) >= min(2, len(labels)):
-            USED.update((file, label) for label in found)
-            return found
-    return {}
+        group = {label: rows[label] for label in labels if label in rows}
+        if any(all(label not in other for other in found) for label in group):
+            found.append(group)
+    return found
+
+
+def measured(*labels: str) -> dict[str, dict]:
+    """Return the rows of measure.py with these labels that can be compared: those of one file.
+
+    That is the file that has most of them.
+    """
+    group = max(groups(*labels), key=len, default={})
+    note_use(group)
+    return group
+
+
+def note_use(rows: dict[str, dict]) -> None:
+    USED.update((row["file"], label) for label, row in rows.items())
 
 
 @dataclass
@@ -102,11 +116,18 @@ class Table:
                 used.extend(found.values())
             return found
 
+        def noted_groups(*labels: str) -> list[dict[str, dict]]:
+            for group in (found := groups(*labels)):
+                note_use(group)
+                if used is not None:
+                    used.extend(group.values())
+            return found
+
         def row(label: str) -> dict:
             """Return one row, from whichever file; without runs if nobody has measured it."""
             return noted(label).get(label, {"runs": []})
 
-        context = {"name": self.name, "read": read, "measured": noted, "row": row}
+        context = {"name": self.name, "read": read, "groups": noted_groups, "row": row}
         return self.template.render(context).strip()
 
     @property
