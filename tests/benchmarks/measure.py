@@ -14,6 +14,7 @@ them with small models on processes. If a row is measured again, its new runs re
 import argparse
 import contextlib
 import fnmatch
+import functools
 import hashlib
 import itertools
 import json
@@ -351,15 +352,19 @@ def checksum_here(row: Row) -> str:
 
 def checksum_at(row: Row, commit: str) -> str | None:
     """Return the checksum at a commit, or None if this clone does not have the commit."""
-    listed = git("ls-tree", "-r", "--name-only", commit)
-    if listed is None:
-        return None
+    paths = files_at(commit)
+    return checksum(row, paths, lambda path: content_at(commit, path)) if paths else None
 
-    def read(path: str) -> bytes:
-        command = ["git", "-C", REPOSITORY, "show", f"{commit}:{path}"]
-        return subprocess.run(command, capture_output=True, check=True).stdout
 
-    return checksum(row, listed.splitlines(), read)
+@functools.cache
+def files_at(commit: str) -> tuple[str, ...]:
+    return tuple((git("ls-tree", "-r", "--name-only", commit) or "").splitlines())
+
+
+@functools.cache
+def content_at(commit: str, path: str) -> bytes:
+    command = ["git", "-C", REPOSITORY, "show", f"{commit}:{path}"]
+    return subprocess.run(command, capture_output=True, check=True).stdout
 
 
 def this_commit() -> str:
@@ -422,7 +427,24 @@ def merge(file: Path) -> bool:
             print(f"{label}: taken into {target.relative_to(REPOSITORY)}")
     for label, why in wrong.items():
         print(f"{label}: {why}", file=sys.stderr)
+    drop_unused()
     return not wrong
+
+
+def drop_unused() -> None:
+    """Drop the rows of older.json that no page and no figure shows, now that newer ones exist."""
+    import figures
+    import report
+
+    rows = read_rows(file := RESULTS / "older.json")
+    report.measured_rows.cache_clear()
+    for page in report.pages():
+        report.fill(page.read_text(), page)
+    figures.draw_all()
+    kept = {label: row for label, row in rows.items() if ("older", label) in report.USED}
+    if kept != rows:
+        write_rows(file, kept)
+        print("dropped from older.json:", *sorted(rows.keys() - kept.keys()), sep="\n  ")
 
 
 # --- tokens, models and runs ---
