@@ -219,7 +219,7 @@ def test_rows_are_measurable():
 @pytest.mark.check
 def test_a_row_is_taken_only_with_the_code_of_its_commit(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(measure, "RESULTS", tmp_path)
-    rows = {"right": {}, "other code": {"checksum": "f" * 16}, "failed": {}}
+    rows = {"right": {}, "other code": {"checksum": "f" * 16}, "failed": {}, "tiny": {"tiny": True}}
     monkeypatch.setattr(measure, "ROWS", dict.fromkeys(rows, measure.ROWS["chapter 1, TF32"]))
     monkeypatch.setattr(measure, "checksum_at", lambda row, commit: "0" * 16)
     (found,) = a_result(machine={"gpu": "NVIDIA H200"})["h200.json"]["rows"]
@@ -229,7 +229,8 @@ def test_a_row_is_taken_only_with_the_code_of_its_commit(tmp_path, monkeypatch, 
     assert not measure.merge(tmp_path / "new.json")
     assert [*measure.read_rows(tmp_path / "h200.json")] == ["right"]
     complaints = capsys.readouterr().err
-    for each in ("other code: 0123456789ab has other code", "failed: failed", "other: is no row"):
+    expected = ("other code: 0123456789ab has other code", "failed: failed", "other: is no row")
+    for each in (*expected, "tiny: was only tried"):
         assert each in complaints
 
 

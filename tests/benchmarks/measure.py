@@ -413,6 +413,8 @@ def merge(file: Path) -> bool:
         row = ROWS.get(label)
         if row is None:
             wrong[label] = "is no row of measure.py"
+        elif found.get("tiny"):
+            wrong[label] = "was only tried, with --tiny"
         elif any("failed" in run for run in found["runs"]):
             wrong[label] = "failed"
         elif found["row"] != row.definition():
@@ -689,6 +691,7 @@ def measure_all(rows: list[Row], args: argparse.Namespace) -> None:
                 "machine": machine,
                 "took_s": time.monotonic() - start,
                 "runs": runs,
+                **({"tiny": True} if args.tiny else {}),
             }
             write_rows(output, known)
             shown = runs[-1].get("failed", "")[-1500:] or ", ".join(
