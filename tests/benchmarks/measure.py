@@ -51,6 +51,8 @@ from machine import (
 from common import variants
 
 NEVER = 10**6
+# On all machines alike: not every one lets NCCL add up in the NVLink switches.
+NVLS_OFF = {"NCCL_NVLS_ENABLE": "0"}
 # Arguments. FOLDER is where the synthetic tokens and the configurations of the models are.
 GPT2 = "-m gpt2 -s 1024 --lr 3e-4 --log-freq 5"
 LLAMA_1B = "-m FOLDER/llama-1b --tokenizer-name gpt2-tiny --lr 1e-5 -b 1 --log-freq 2"
@@ -505,7 +507,8 @@ def measure(row: Row, devices: list[int], args: argparse.Namespace) -> tuple[str
     """Run a row; return its command, and what was read in each run or how it failed."""
     folder = args.folder / "runs" / re.sub(r"\W+", "-", row.label)
     command = prepare(row, folder, args)
-    shown = shlex.join(["python", *command[1:]]).replace(str(args.folder), "FOLDER")
+    variables = [f"{name}={value}" for name, value in {**NVLS_OFF, **row.environment}.items()]
+    shown = shlex.join([*variables, "python", *command[1:]]).replace(str(args.folder), "FOLDER")
     command = [word.replace("FOLDER", str(args.folder)) for word in command]
     runs = []
     for _ in range(1 if args.tiny else args.times or row.times):
@@ -528,7 +531,7 @@ def measure(row: Row, devices: list[int], args: argparse.Namespace) -> tuple[str
 def started(row: Row, command: list[str], folder: Path, devices: list[int]):
     """Start a command on some GPUs, once for each node. At the end, kill what was started."""
     threads = max(1, os.cpu_count() // max(1, torch.cuda.device_count()))
-    more = {"OMP_NUM_THREADS": threads, "HF_HUB_OFFLINE": 1, **row.environment}
+    more = {"OMP_NUM_THREADS": threads, "HF_HUB_OFFLINE": 1, **NVLS_OFF, **row.environment}
     share, launchers = len(devices) // row.nodes, []
     with socket.socket() as free:
         free.bind(("", 0))
