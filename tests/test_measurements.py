@@ -218,11 +218,11 @@ def test_rows_are_measurable():
 
 @pytest.mark.check
 def test_a_row_is_taken_only_with_the_code_of_its_commit(tmp_path, monkeypatch, capsys):
+    (found,) = a_result(machine={"gpu": "NVIDIA H200"})["h200.json"]["rows"]
     monkeypatch.setattr(measure, "RESULTS", tmp_path)
     rows = {"right": {}, "other code": {"checksum": "f" * 16}, "failed": {}, "tiny": {"tiny": True}}
     monkeypatch.setattr(measure, "ROWS", dict.fromkeys(rows, measure.ROWS["chapter 1, TF32"]))
     monkeypatch.setattr(measure, "checksum_at", lambda row, commit: "0" * 16)
-    (found,) = a_result(machine={"gpu": "NVIDIA H200"})["h200.json"]["rows"]
     new = [found | {"label": label} | changes for label, changes in rows.items()]
     new[2]["runs"] = [{"failed": "out of memory"}]
     (tmp_path / "new.json").write_text(json.dumps({"rows": [*new, found | {"label": "other"}]}))

@@ -428,7 +428,7 @@ def merge(file: Path) -> bool:
         else:
             target = file_of(found["machine"])
             write_rows(target, {**read_rows(target), label: found})
-            print(f"{label}: taken into {target.relative_to(REPOSITORY)}")
+            print(f"{label}: taken into {target.name}")
     for label, why in wrong.items():
         print(f"{label}: {why}", file=sys.stderr)
     drop_unused()
