@@ -23,7 +23,7 @@ def test_the_table_is_made_from_the_files():
     [
         (r"^\| `zero2` .*\n", ""),
         (r"\[\+1 -1\]", "[+1 -2]"),
-        (r"\| `hsdp`, `instruct` \|", "| `zero2`, `instruct` |"),
+        (r"`hsdp`, `instruct` \|", "`zero2`, `instruct` |"),
         (r"(^\| `zero1` .*\n)", r"\1\1"),
     ],
 )

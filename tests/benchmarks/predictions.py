@@ -32,6 +32,7 @@ def options_of(row: Row) -> Options | None:
     names, words = row.variants.split(), shlex.split(row.flags)
     given = dict(pairwise(words))
     unknown = {"autocast", "data-parallel", "tensor-parallel", "async-checkpoint"}
+    unknown |= {"chunked-loss", "lora", "muon"}
     if unknown.intersection(names) or "--ulysses" in words or row.change:
         return None
     sharding = {1: "none", 2: "ddp", 3: "ddp"}.get(row.chapter, "fsdp")
