@@ -47,6 +47,7 @@ from machine import (
     read_metrics,
     replace_in,
 )
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from common import variants
 
@@ -68,8 +69,12 @@ MODELS = {  # of Llama 3.2 1B, as changes of the configuration of Llama 3.1 8B
         "tie_word_embeddings": True,
     },
 }
+# Folders of random weights, with the model whose configuration they have: 19 GB together.
+WEIGHTS = {"weights-1b": "llama-1b", "weights-8b": "llama-3.1-8b"}
 SETUP = "    # --- setup ---\n"
 DETERMINISTIC = ((SETUP, f"{SETUP}    torch.use_deterministic_algorithms(True)\n"),)
+# Muon of PyTorch on sharded tensors: each rank gathers each matrix.
+PLAIN_MUON = ((SETUP, f"{SETUP}    import muon\n\n    muon.ShardedMuon = torch.optim.Muon\n"),)
 BUCKET_VIEW = "        gradient_as_bucket_view=True,"
 
 
@@ -191,6 +196,8 @@ def options_of_fsdp() -> Iterable[Row]:
         yield Row(f"1B, {name}", 5, base, 2, names, steps=12, warm_up=6)
     base = f"{LLAMA_1B} -s 8192 --global-batch-size 2"
     yield Row("1B, FSDP, not compiled", 5, base, 2, **short)
+    yield Row("1B, muon", 5, f"{base} --compile", 2, "muon", **short)
+    yield Row("1B, torch.optim.Muon", 5, f"{base} --compile", 2, "muon", change=PLAIN_MUON, **short)
     for name, (chapter, names, flags) in options.items():
         if chapter == 5 and name != "FSDP":
             flags = f"{FULL} {flags}" if FULL not in flags and "recomp" not in name else flags
@@ -240,6 +247,17 @@ def variants_of_chapter_5() -> Iterable[Row]:
         label = f"chunked-loss, {sequences} x 8192"
         yield Row(label, 5, flags, 1, "chunked-loss", steps=20, warm_up=10)
     yield Row("workers", 5, f"{GPT2} -b 64 --global-batch-size 64 --compile", 1, "workers")
+
+
+def adapters() -> Iterable[Row]:
+    """Fine-tunes of random weights on one GPU: of adapters, and of all weights of the 1B model."""
+    flags = f"--tokenizer-name gpt2-tiny --pretrained --lr 1e-5 -s 8192 -b 1 {FULL} --log-freq 2"
+    flags = f"{flags} --global-batch-size 1"
+    for name, compile in ((", compiled", " --compile"), ("", "")):
+        small, large = (f"-m FOLDER/{each} {flags}{compile}" for each in WEIGHTS)
+        yield Row(f"1B on 1, all weights{name}", 5, small, steps=12, warm_up=6)
+        yield Row(f"1B on 1, lora{name}", 5, small, 1, "lora", steps=12, warm_up=6)
+        yield Row(f"8B on 1, lora{name}", 5, large, 1, "lora", steps=12, warm_up=6)
 
 
 def checkpoints() -> Iterable[Row]:
@@ -313,7 +331,7 @@ def llama_8b() -> Iterable[Row]:
 
 
 PARTS = (chapters, scaling, options_of_ddp, options_of_fsdp, parallelism, variants_of_chapter_5)
-PARTS += (checkpoints, losses, eight_gpus, llama_8b)
+PARTS += (adapters, checkpoints, losses, eight_gpus, llama_8b)
 ROWS = {row.label: row for part in PARTS for row in part()}
 assert len(ROWS) == sum(1 for part in PARTS for _ in part()), "two rows have the same label"
 
@@ -470,9 +488,29 @@ def write_models(folder: Path) -> None:
         (folder / name / "config.json").write_text(json.dumps(config))
 
 
+def write_weights(folder: Path, rows: Iterable[Row], tiny: bool) -> None:
+    """Write random weights, in bfloat16, for the rows that load some; keep those that exist."""
+    presets = REPOSITORY / "common/inputs/presets"
+    for name, model in WEIGHTS.items():
+        used = any(f"FOLDER/{name}" in row.flags for row in rows)
+        target = folder / (f"{name}-tiny" if tiny else name)
+        if not used or (target / "config.json").exists():
+            continue
+        known = folder / model if model in MODELS else presets / model
+        config = AutoConfig.from_pretrained(presets / "llama-tiny" if tiny else known)
+        with torch.device("cuda" if torch.cuda.is_available() else "cpu"):
+            made = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        shutil.rmtree(new := target.with_suffix(".new"), ignore_errors=True)
+        made.save_pretrained(new)
+        new.rename(target)
+        del made
+        torch.cuda.empty_cache()
+
+
 def small(flags: str, gpus: int) -> str:
     """Return flags for a small model that runs on processes without GPUs."""
     flags = re.sub(r"-m \S*llama\S*", "-m llama-tiny-8-heads", flags)
+    flags = re.sub(r"-m (FOLDER/weights-\w+)", r"-m \1-tiny", flags)
     flags = flags.replace("-m gpt2 ", "-m gpt2-tiny ").replace("--compile", "")
     flags = re.sub(r"--log-freq \d+", "--log-freq 1", flags)
     flags = re.sub(r"-b \d+", "-b 2", flags)
@@ -663,6 +701,7 @@ def measure_all(rows: list[Row], args: argparse.Namespace) -> None:
     known = read_rows(output)
     write_tokens(args.folder / "tokens")
     write_models(args.folder)
+    write_weights(args.folder, rows, args.tiny)
     begun, lock = time.monotonic(), threading.Lock()
     fit = [row for row in rows if row.gpus <= (available or 8)]
     if args.missing:

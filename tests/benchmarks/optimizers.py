@@ -7,8 +7,8 @@ rate. The best one has the lowest evaluation loss at the end. The loss to reach 
 best run. Then Muon trains with its best learning rate and with schedules that are shorter, each
 planned to its own end: the shortest one that reaches this loss is the result.
 
-Several runs share a GPU, so no time is measured here: gpus.py does that. The result file is written
-after each batch of runs, and a run that it has is not done again.
+Several runs share a GPU, so no time is measured here: the rows of muon in measure.py do that. The
+result file is written after each batch of runs, and a run that it has is not done again.
 """
 
 import argparse
