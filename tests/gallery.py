@@ -41,6 +41,10 @@ EIGHT = "8B, TF32, full, 2 micro-batches"
 MEASURED = {
     "async-checkpoint": ("pauses of saves", "04-fsdp/measurements.md#saving-and-loading"),
     "autocast": ("speed and memory", "01-single-gpu/measurements.md#speed-on-one-gpu"),
+    "chunked-loss": (
+        compared("1B model, 4 x 8,192 tokens", "chunked-loss, 4 x 8192", "1B on 1, 4 x 8192"),
+        "05-mixed-precision/measurements.md#a-loss-in-chunks",
+    ),
     "context-parallel": (
         compared("1B model, 65,536 tokens", "context, 65536", "FSDP, 65536"),
         "05-mixed-precision/topics/context_parallel.md#what-it-costs",
