@@ -679,7 +679,8 @@ def main() -> None:
 
 def show(rows: list[Row]) -> None:
     files = sorted(RESULTS.glob("*.json"))
-    found = {file.stem: read_rows(file) for file in files if "rows" in json.loads(file.read_text())}
+    has_rows = (isinstance(json.loads(file.read_text()).get("rows"), list) for file in files)
+    found = {file.stem: read_rows(file) for file in itertools.compress(files, has_rows)}
     for row in rows:
         where = [
             f"{name}, {each[row.label]['date']}, {each[row.label]['commit']}"
