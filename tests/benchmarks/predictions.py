@@ -14,7 +14,7 @@ from itertools import pairwise
 from pathlib import Path
 
 from machine import RESULTS
-from measure import FULL, MODELS, ROWS, Row
+from measure import FULL, MODELS, ROWS, WEIGHTS, Row
 
 from common.inputs.models import load_config
 
@@ -62,6 +62,7 @@ def options_of(row: Row) -> Options | None:
 
 def config_of(row: Row):
     name = dict(pairwise(shlex.split(row.flags)))["-m"].removeprefix("FOLDER/")
+    name = WEIGHTS.get(name, name)
     config = load_config("llama-3.1-8b" if name in MODELS else name)
     config.update(MODELS.get(name, {}))
     return config
