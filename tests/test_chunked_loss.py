@@ -9,6 +9,7 @@ from helpers import (
     Ladder,
     Run,
     assert_chapter_1,
+    assert_same_losses,
     float32,
     register,
     selected_runs,
@@ -197,7 +198,6 @@ def test_planted_chunk_of_all_tokens():
 SMALL = (("chunk_tokens=4096", "chunk_tokens=50"),)
 for chapter in CHAPTERS:
     register(chapter, SMALL, ["chunked-loss"])
-CONTEXT = ("context-parallel", "mesh")
 
 
 def chunked(chapter: str, ranks: int, *args: object, note=None, stack: tuple = ()) -> Run:
@@ -211,8 +211,8 @@ RUNS = {
     "several nodes": chunked(CHAPTERS[2], 2),
     "FSDP, offloaded": chunked(CHAPTERS[3], 2, stack=("cpu-offload", "reduce-every-backward")),
     "chapter 5": chunked(CHAPTERS[4], 2, *float32(CHAPTERS[4]), "--compile", note=without_kernels),
-    "context": chunked(CHAPTERS[3], 2, "--context-parallel", 2, stack=CONTEXT),
 }
+SHARED = chunked(CHAPTERS[3], 2, "--context-parallel", 2, stack=("context-parallel", "mesh"))
 
 
 @pytest.fixture(scope="module")
@@ -229,6 +229,14 @@ def ladder(request, make_folder) -> Ladder:
 )
 def test_same_training(ladder, run):
     assert_chapter_1(ladder, run)
+
+
+@pytest.mark.nightly
+@pytest.mark.parametrize("run", [SHARED], ids=[""])
+def test_same_losses_if_ranks_share_sequences(ladder, run):
+    """The labels are shifted before the sequences are cut, and ranks have other numbers of them."""
+    found, expected = ladder.metrics(ladder.run(run)), ladder.metrics(ladder.alone("-b", 24))
+    assert_same_losses(expected, found)
 
 
 # --- planted bugs ---
