@@ -37,7 +37,7 @@ STORED = ("parameters", "gradients", "moments")
 
 FSDP = {"sharding": "fsdp"}
 TOKENS = {"batch_size": 2, "seq_length": 128}
-GEMMA = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 64}
+GRANITE = {"hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 1, "vocab_size": 64}
 
 
 def draw(choices: random.Random) -> tuple[str, dict[str, object]]:
@@ -242,9 +242,9 @@ def test_a_rank_holds_what_is_predicted_with_a_chunked_loss(alone, sharding):
             assert predict(load(name), replace(options, chunk_tokens=None))["peak"] > 1.2 * found
 
 
-def test_the_chunked_loss_of_a_model_that_caps_its_logits_is_refused():
-    with pytest.raises(RunError, match="The output layer of gemma2 is followed by more"):
-        predict(CONFIG_MAPPING["gemma2"](**GEMMA), Options(chunk_tokens=100, **TOKENS))
+def test_the_chunked_loss_of_a_model_that_scales_its_logits_is_refused():
+    with pytest.raises(RunError, match="The output layer of granite is followed by more"):
+        predict(CONFIG_MAPPING["granite"](**GRANITE), Options(chunk_tokens=100, **TOKENS))
 
 
 @pytest.mark.ci

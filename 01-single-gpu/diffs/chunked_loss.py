@@ -83,8 +83,8 @@ class ChunkedLoss:
             shift_labels = nn.functional.pad(labels, (0, 1), value=IGNORED)[:, 1:]
         labels = shift_labels.flatten()
         device = hidden.device.type
-        dtype = self.layer.weight.dtype
-        if torch.is_autocast_enabled(device):  # casts both once, not for each chunk
+        dtype = self.layer.weight.dtype  # autocast casts here, once and not for each chunk
+        if torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device):
             dtype = torch.get_autocast_dtype(device)
         total = SumOfLosses.apply(
             hidden.flatten(0, 1).to(dtype),
