@@ -121,24 +121,30 @@ def test_what_cannot_be_extended_is_refused(runs, script):
     assert listing(runs.folder / "refused-short") == before
 
 
-# By name: what must be red, and what is replaced in wsd.py.
+# By name: what must be red, and what is replaced in wsd.py or in the script.
 BUGS = {
-    "the cleanup deletes it": (
-        "the checkpoints differ",
-        ("if path not in before[-1:]]", "]"),
+    "the cleanup deletes it": ("the checkpoints differ", ("if path not in before[-1:]]", "]")),
+    "a checkpoint of the decay": ("resumed after step 15", ("if step <= start]", "if step]")),
+    "a schedule that depends on the end": (
+        "^loss",
+        (
+            "return 1 - math.sqrt(min(1.0, max(0.0, progress)))",
+            "return 1 - math.sqrt(step / total_steps)",
+        ),
     ),
-    "a checkpoint of the decay": ("", ("if step <= start]", "if step]")),
 }
-for _, bug in BUGS.values():
-    register(MODULE, [bug])
+*OF_MODULE, OF_SCRIPT = BUGS
+for name in OF_MODULE:
+    register(MODULE, [BUGS[name][1]])
+register(CHAPTER_1, [BUGS[OF_SCRIPT][1]], ["wsd"])
 
 
 @pytest.mark.nightly
 @pytest.mark.parametrize("name", BUGS)
 def test_planted_bug_is_noticed(runs, name, tmp_path):
-    """A checkpoint of the decay has other weights than those of the longer run."""
     red, (right, wrong) = BUGS[name]
     folder = make_variant(tmp_path, CHAPTER_1, "wsd")
-    replace_in(folder / "wsd.py", right, wrong)
+    file = "train_llm.py" if name == OF_SCRIPT else "wsd.py"
+    replace_in(folder / file, right, wrong)
     with pytest.raises(AssertionError, match=red):
         assert_goes_on(runs, str(folder), 1, f"planted-{list(BUGS).index(name)}")
