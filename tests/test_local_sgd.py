@@ -72,7 +72,8 @@ def note_weights(path: str) -> Iterator[None]:
 
 @pytest.fixture(scope="module")
 def ladder(make_folder) -> Ladder:
-    return Ladder(make_folder("local-sgd"), model="gpt2-narrow")
+    # Without biases: the gradient of a key's bias is only rounding, which Adam makes large.
+    return Ladder(make_folder("local-sgd"), model="llama-narrow")
 
 
 def local(world_size: int, *args: object, replaced: tuple = ()) -> Run:
@@ -110,8 +111,8 @@ def in_one_process(ladder: Ladder, ranks: int) -> tuple[list[float], dict[str, t
     rates = [line["lr"] for line in ladder.metrics(ladder.alone("-b", 24))]
     data = {"dataset_name": str(ladder.folder / "corpus.json"), "seq_length": ladder.length}
     args = argparse.Namespace(**data, dataset_subset=None, text_column=None)
-    tokenizer = models.load_tokenizer("gpt2-tiny")
-    config = models.load_config(str(ladder.folder / "gpt2-narrow"), tokenizer)
+    tokenizer = models.load_tokenizer("llama-tiny")
+    config = models.load_config(str(ladder.folder / "llama-narrow"), tokenizer)
     train_data, _ = load_sequences(args, tokenizer)
     torch.manual_seed(0)
     outer_model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
@@ -161,7 +162,7 @@ def assert_as_in_one_process(ladder: Ladder, run: Run) -> None:
     assert [line["loss"] for line in lines] == pytest.approx(losses, rel=2e-5), "the losses differ"
     found = tensors(ladder.folder / name)["model"]
     for key, weight in weights.items():
-        assert torch.allclose(found[key], weight, rtol=1e-3, atol=1e-4), f"the {key} differ"
+        assert torch.allclose(found[key], weight, rtol=1e-3, atol=1e-4), f"{key} differs"
 
 
 @pytest.mark.ci
@@ -172,7 +173,7 @@ def test_ranks_compute_what_one_process_computes(ladder, world_size):
 
 @pytest.mark.parametrize("bug", BUGS)
 def test_planted_outer_steps_are_noticed(ladder, bug):
-    with pytest.raises(AssertionError, match=r"^the .* differ"):
+    with pytest.raises(AssertionError, match=r"^the (weights of the ranks|losses) differ"):
         assert_as_in_one_process(ladder, local(2, *DILOCO, replaced=BUGS[bug]))
 
 
