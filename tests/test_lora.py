@@ -47,10 +47,11 @@ OTHER_DRAW = [
 ]
 ALL_SAVED = [("    lora.save_adapters_only(model)\n", "")]
 NOT_FROZEN = [("    lora.save_adapters_only(model)\n", "    model.requires_grad_(True)\n")]
-NO_CHECKSUM = [("        base_weights=base_weights,\n", "")]
+NAMES_ONLY = [("checksum.update(tensor.detach().contiguous().numpy())", "pass")]
 register(FSDP, OTHER_DRAW, NAME)
-for bug in (ALL_SAVED, NOT_FROZEN, NO_CHECKSUM):
+for bug in (ALL_SAVED, NOT_FROZEN):
     register(ONE, bug, NAME)
+register("01-single-gpu/diffs/lora.py", NAMES_ONLY)
 
 
 class Bases(Ladder):
@@ -258,8 +259,8 @@ def test_goes_on_after_kill_9_and_in_another_chapter(ladder, scripts):
     assert_same_losses(ladder.metrics(straight), ladder.metrics("alone"))
 
 
-def refuse_another_base(ladder: Ladder, script: Path, name: str) -> None:
-    hand_over(ladder.folder / ladder.run(tuned()), ladder.folder / name, 5)
+def refuse_another_base(ladder: Ladder, script: Path, name: str, replaced: tuple = ()) -> None:
+    hand_over(ladder.folder / ladder.run(tuned(replaced=replaced)), ladder.folder / name, 5)
     other = ladder.base("another")
     run = tuned(ONE, 1, "-m", other)
     assert start(ladder, name, run, script) == [2], "another base is trained"
@@ -276,9 +277,9 @@ def test_another_base_is_refused(ladder, scripts):
 
 
 def test_planted_base_that_is_not_compared(ladder, scripts, tmp_path):
-    script = plant(scripts[ONE], tmp_path / "planted", NO_CHECKSUM)
+    script = plant(scripts[ONE], tmp_path / "planted", NAMES_ONLY)
     with pytest.raises(AssertionError, match=r"^another base is trained"):
-        refuse_another_base(ladder, script, "planted-base")
+        refuse_another_base(ladder, script, "planted-base", NAMES_ONLY)
 
 
 @pytest.mark.nightly
