@@ -68,6 +68,10 @@ MEASURED = {
         "8B model on one GPU, 8,192 tokens: 46.2 GiB (predicted)",
         "01-single-gpu/topics/lora.md#memory",
     ),
+    "muon": (
+        "gpt2-tiny: the same loss after 325 steps instead of 464",
+        "01-single-gpu/topics/muon_and_wsd.md#what-it-gains",
+    ),
     "pure-bfloat16": (
         compared("GPT-2", "GPT-2, bfloat16 weights", "chapter 5, bfloat16, compiled"),
         GPT2,
