@@ -15,7 +15,7 @@ from common.variants import CHAPTERS, ROOT, Variant, all_variants
 PAGE = ROOT / "05-mixed-precision/topics/gallery.md"
 TABLE = re.compile(r"(<!-- gallery -->\n)(?:.*\n)*?(<!-- end of the gallery -->\n)")
 HEAD = """\
-| variant | what it is for | chapters: lines | needs | does not go with | gain or cost |
+| variant | what it is for | chapters: lines | needs | cannot be combined with | gain or cost |
 |---|---|---|---|---|---|
 """
 OPTIONS = "04-fsdp/measurements.md#options-for-an-8b-model-on-four-gpus"

@@ -152,12 +152,13 @@ def when_measured(rows: list[dict], page: Path) -> str:
         dates = sorted({row["date"] for row in group})
         versions = sorted({row["machine"]["torch"].split("+")[0] for row in group})
         if group:
-            earlier = " with earlier versions of the scripts" if file == "older" else ""
+            when = f"on {dates[0]}" if len(dates) == 1 else f"from {dates[0]} to {dates[-1]}"
+            earlier = "earlier versions of the scripts and " if file == "older" else ""
             says += [
-                f"on {' to '.join(dict.fromkeys((dates[0], dates[-1])))}{earlier} (torch "
-                f"{', '.join(versions)}, [{file}.json]({up}/{file}.json))"
+                f"{when} with {earlier}torch {', '.join(versions)} "
+                f"([{file}.json]({up}/{file}.json))"
             ]
-    return f"*Measured {' and '.join(says)}.*" if says else ""
+    return f"*Measured {', and '.join(says)}.*" if says else ""
 
 
 def fill(text: str, page: Path) -> str:
