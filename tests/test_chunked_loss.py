@@ -149,6 +149,27 @@ def test_gradients_on_a_gpu(compile):
     assert errors[1] < max(1.2 * errors[0], 0.01), errors
 
 
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_the_factor_of_the_mean_is_not_rounded_to_16_bits(device):
+    """1 / 24,573 would become 0.2% larger, and with it the gradients of all layers."""
+    torch.manual_seed(0)
+    hidden = torch.randn(64, 32, device=device).bfloat16().requires_grad_()
+    weight = torch.randn(VOCABULARY, 32, device=device).bfloat16().requires_grad_()
+    labels = torch.randint(VOCABULARY, (64,), device=device)
+    gradients = []
+    for n_labels in (1, 24573):
+        replace = chunked_loss.replace_logits_by_gradient
+        total = chunked_loss.SumOfLosses.apply(hidden, weight, labels, CHUNK, replace, True)
+        found = torch.autograd.grad(total / n_labels, (hidden, weight))
+        gradients.append([each.double() * n_labels for each in found])
+    for of_sum, of_mean in zip(*gradients, strict=True):
+        factor = (of_sum * of_mean).sum() / of_sum.square().sum()
+        assert factor.item() == pytest.approx(1, abs=5e-4)
+
+
 # --- memory ---
 
 

@@ -135,6 +135,7 @@ class SumOfLosses(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, gradient: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         """gradient: of what is minimized, such as the mean, with respect to the sum."""
+        gradient = gradient.view(1, 1)  # a GPU would round a scalar to 16 bits before it multiplies
         scaled = []
         for each in ctx.saved_tensors:
             if each is not None:  # one kernel multiplies, and rounds to 16 bits
