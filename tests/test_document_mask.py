@@ -38,7 +38,7 @@ MODELS = {
 
 def make_model(kind: str, **changes: object) -> PreTrainedModel:
     torch.manual_seed(0)
-    config = CONFIG_MAPPING[kind](**SIZES, **changes, use_cache=False)  # as load_config
+    config = CONFIG_MAPPING[kind](**SIZES | changes, use_cache=False)  # as load_config
     config._attn_implementation = causal_attention(config)
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     for parameter in model.parameters():
@@ -172,6 +172,15 @@ def test_planted_attention_without_a_mask(monkeypatch):
     monkeypatch.setattr(document_mask, "WITH_MASK", document_mask.NO_MASK)
     with pytest.raises(RunError, match=r"^Models of the type llama mix the documents"):
         keep_documents_apart(make_model("llama"), END, CPU)
+
+
+@pytest.mark.check
+@pytest.mark.parametrize("end", [0, 1, 2])
+def test_a_vocabulary_of_three_tokens(end):
+    """As of a text of few characters. The trial of the model has no other tokens."""
+    model = make_model("llama", **{"vocab_size": 3, "eos_token_id": end})
+    keep_documents_apart(model, end, CPU)
+    assert model(input_ids=torch.tensor([[0, 1, 2]])).logits.shape == (1, 3, 3)
 
 
 @pytest.mark.check

@@ -104,8 +104,10 @@ def mixes_documents(model: PreTrainedModel, end_of_text: int, device: torch.devi
     """Return whether the logits of a document depend on the document before it."""
     was_training = model.training
     model.eval()  # without dropout
-    tokens = [token for token in range(26) if token != end_of_text][:24]
-    first, other, second = torch.tensor(tokens, device=device).view(3, 8)
+    # Two tokens are enough, and a vocabulary of characters may have few.
+    one, two = [token for token in range(3) if token != end_of_text][:2]
+    tokens = [[one] * 8, [two] * 8, [one, two] * 4]
+    first, other, second = torch.tensor(tokens, device=device)
     end = torch.tensor([end_of_text], device=device)
     logits = [
         model(input_ids=torch.cat([before, end, second])[None]).logits[0, -8:]
