@@ -24,7 +24,6 @@ from torch.utils.weak import WeakIdKeyDictionary
 from transformers import CONFIG_MAPPING, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 import context_parallel
-import lora
 from chunked_loss import chunk_loss
 from common.errors import RunError
 from common.inputs.models import causal_attention, load_config
@@ -113,7 +112,7 @@ def train(name: str, options: Options, **sizes: int) -> dict[str, int]:
             config, attn_implementation=causal_attention(config), dtype=torch.float32
         )
         if options.lora_rank:
-            lora.add_adapters(model, options.lora_rank)
+            peak_memory.import_lora().add_adapters(model, options.lora_rank)
         shared = options.context_parallel > 1
         chunks = share_sequences(model, options) if shared else ()
         forward = model
@@ -250,6 +249,7 @@ def test_the_chunked_loss_of_a_model_that_scales_its_logits_is_refused():
 @pytest.mark.ci
 def test_a_rank_holds_what_is_predicted_with_adapters(alone):
     """Planted: all weights are trained."""
+    pytest.importorskip("peft", reason="needs peft, of the extra lora")
     flags = {**TOKENS, "lora_rank": 4}
     full = FSDP | {"precision": "bf16", "activation_checkpointing": "full"}
     for name in ("gpt2-tiny", "llama-tiny"):
