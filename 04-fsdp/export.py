@@ -68,7 +68,9 @@ def main() -> None:
         raise RunError(f"{target} already exists: give another folder, or delete it.")
     saved = find_saved(args.run, args.step)
     if args.adapter:
-        export_adapter(saved, target, args.model_name)
+        if args.param_dtype:
+            raise RunError("Adapters are exported as they are: leave out --param-dtype.")
+        export_adapter(saved, target, args.model_name, args.tokenizer_name)
         return
 
     # --- model ---
@@ -133,13 +135,18 @@ def write_folder(target: Path, fill: Callable[[Path], None]) -> int:
     return sum(file.stat().st_size for file in target.iterdir())
 
 
-def export_adapter(saved: SavedCheckpoint, target: Path, model_name: str | None) -> None:
-    """Write the adapters of a run with the variant lora in the format of PEFT."""
+def export_adapter(
+    saved: SavedCheckpoint, target: Path, model_name: str | None, tokenizer_name: str | None
+) -> None:
+    """Write the adapters of a run with the variant lora in the format of PEFT.
+
+    model_name, tokenizer_name: None for those of the run.
+    """
     if "adapter" not in saved.settings:
         raise RunError(f"{saved.run} was not trained with the variant lora: leave out --adapter.")
     lora, sources = import_lora(), saved.settings["sources"]
     base = model_name or sources["model_name"]
-    tokenizer = models.load_tokenizer(sources["tokenizer_name"] or base)
+    tokenizer = models.load_tokenizer(tokenizer_name or sources["tokenizer_name"] or base)
     config = models.load_config(base, tokenizer)
     model = lora.load_adapted(saved.path, saved.settings, base, config)
     size = write_folder(target, partial(lora.save_adapters, model, base))

@@ -30,11 +30,13 @@ from helpers import (
     tensors,
     without_kernels,
 )
-from peft import PeftModel
-from runner import Ranks
+from runner import Ranks, load_script
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from common.errors import RunError
 from common.inputs import models
+
+peft = pytest.importorskip("peft", reason="needs peft, of the extra lora")
 
 NAME = ("lora",)
 # By name: the preset and the seed of a model's weights.
@@ -213,15 +215,33 @@ def test_scripts_use_what_peft_makes_of_base_and_adapter(ladder, tmp_path, base)
     }
     plain = AutoModelForCausalLM.from_pretrained(ladder.base(base))
     before = logits(plain)
-    adapted = logits(PeftModel.from_pretrained(plain, tmp_path / "adapter"))
+    adapted = logits(peft.PeftModel.from_pretrained(plain, tmp_path / "adapter"))
     merged = logits(AutoModelForCausalLM.from_pretrained(tmp_path / "merged"))
     assert torch.allclose(merged, adapted, atol=1e-4)
     assert not torch.allclose(merged, before, atol=1e-2)
     assert AutoTokenizer.from_pretrained(tmp_path / "merged").vocab_size == 4096
     done = run_script("01-single-gpu/generate.py", run, "--max-new-tokens", 4, "-p", "abc")
     assert done.returncode == 0, done.stderr
-    refused = run_script(EXPORT, "--adapter", ladder.folder / ladder.alone(), tmp_path / "none")
-    assert refused.returncode == 2 and "not trained with the variant lora" in refused.stderr
+    for other, flags, sentence in (
+        (ladder.folder / ladder.alone(), (), "was not trained with the variant lora: leave out"),
+        (run, ("--param-dtype", "bfloat16"), "Adapters are exported as they are: leave out --pa"),
+    ):
+        refused = run_script(EXPORT, "--adapter", *flags, other, tmp_path / "none")
+        assert refused.returncode == 2 and sentence in refused.stderr
+
+
+@pytest.mark.check
+@pytest.mark.parametrize(("given", "expected"), [(None, "the run's"), ("moved", "moved")])
+def test_adapters_are_exported_with_the_tokenizer_that_is_given(monkeypatch, given, expected):
+    def found(name: str) -> None:
+        raise RunError(name)
+
+    script = load_script(ROOT / EXPORT)
+    monkeypatch.setattr(models, "load_tokenizer", found)
+    settings = {"adapter": "lora", "sources": {"model_name": "a", "tokenizer_name": "the run's"}}
+    saved = script.SavedCheckpoint(Path("run"), Path("run/checkpoints/step-1"), 1, settings)
+    with pytest.raises(RunError, match=f"^{expected}$"):
+        script.export_adapter(saved, Path("target"), None, given)
 
 
 # --- resume ---
