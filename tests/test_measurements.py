@@ -4,6 +4,7 @@ Rows of measure.py have a commit and a checksum of the code that ran. They are c
 repository's history where it is complete: archives and shallow clones have none.
 """
 
+import argparse
 import ast
 import functools
 import json
@@ -14,6 +15,7 @@ from pathlib import Path
 
 import figures
 import measure
+import optimizers
 import predictions
 import pytest
 import report
@@ -247,6 +249,29 @@ def test_rows_run_without_gpus(tmp_path):
     assert run["tokens_per_s"] > 0 and run["losses"].keys() == {"1", "2"}
     assert "fp8 needs a GPU" in rows["GPT-2, fp8"]["runs"][0]["failed"]
     assert rows["GPT-2, fp8"]["commit"] == "abc"
+
+
+@pytest.mark.check
+def test_what_a_run_has_printed_may_end_within_a_character(tmp_path):
+    """measure.py reads the log while it is written, in whatever locale."""
+    (tmp_path / "log").write_bytes("100%|█".encode()[:-1])
+    assert measure.log_of(tmp_path) == "100%|\N{REPLACEMENT CHARACTER}"
+
+
+# --- optimizers.py ---
+
+
+@pytest.mark.check
+def test_runs_of_another_training_are_not_taken_over(tmp_path):
+    file = tmp_path / "optimizers.json"
+    args = argparse.Namespace(output=file, training="-m llama-tiny")
+    assert optimizers.read_rows(args) == []
+    rows = [{"optimizer": "muon", "lr": 0.01, "seed": 0, "steps": 8, "eval_losses": {"8": 2.0}}]
+    file.write_text(json.dumps({"results": {"training": "-m llama-tiny", "rows": rows}}))
+    assert optimizers.read_rows(args) == rows
+    args.training = ""
+    with pytest.raises(SystemExit, match="has runs with --training '-m llama-tiny': give another"):
+        optimizers.read_rows(args)
 
 
 # --- predictions ---

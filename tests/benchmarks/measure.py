@@ -601,8 +601,13 @@ def stop(launcher: subprocess.Popen) -> None:
     launcher.wait()
 
 
+def log_of(folder: Path) -> str:
+    """Return what a run has printed so far; a character at the end may be incomplete."""
+    return (folder / "log").read_text(encoding="utf-8", errors="replace")
+
+
 def wait_for(process: subprocess.Popen, folder: Path, text: str, deadline: float) -> None:
-    while text not in (log := (folder / "log").read_text()):
+    while text not in (log := log_of(folder)):
         check(process, log, deadline)
         time.sleep(0.01)
 
@@ -625,7 +630,7 @@ def run(
     begun, lines, seen = time.monotonic(), [], {}
     with started(row, command, folder, devices) as process:
         while not lines or lines[-1]["step"] < steps:
-            check(process, (folder / "log").read_text(), begun + args.limit)
+            check(process, log_of(folder), begun + args.limit)
             time.sleep(0.01)
             lines = read_metrics(folder / "run")
             for line in lines:

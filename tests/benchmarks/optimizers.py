@@ -87,6 +87,16 @@ def summary(rows: list[dict], args: argparse.Namespace) -> dict:
     }
 
 
+def read_rows(args: argparse.Namespace) -> list[dict]:
+    """Return the runs that the result file has, which must be of the same training."""
+    if not args.output.exists():
+        return []
+    known = json.loads(args.output.read_text())["results"]
+    if known["training"] != args.training:
+        sys.exit(f"{args.output} has runs with --training {known['training']!r}: give another file")
+    return known["rows"]
+
+
 def shorter(args: argparse.Namespace) -> list[int]:
     return sorted({round(share * args.steps) for share in SHARES})
 
@@ -109,7 +119,7 @@ def main() -> None:
         args.training += " -s 32 --global-batch-size 4 -b 4 --eval-sequences 16"
     for name, variants in VARIANTS.items():
         copy_chapter(CHAPTER, args.folder / name, *variants)
-    rows = json.loads(args.output.read_text())["results"]["rows"] if args.output.exists() else []
+    rows = read_rows(args)
 
     def do(wanted: list[dict]) -> None:
         left = [run for run in wanted if not any(run.items() <= row.items() for row in rows)]
