@@ -36,6 +36,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from common.errors import RunError
 from common.inputs import models
 
+from trained_model import import_lora
+
 peft = pytest.importorskip("peft", reason="needs peft, of the extra lora")
 
 NAME = ("lora",)
@@ -187,6 +189,19 @@ def test_a_checkpoint_holds_the_adapters_only(ladder):
 def test_planted_weights_that_are_saved_or_trained(ladder, bug):
     with pytest.raises(AssertionError, match=r"^other weights are"):
         assert_adapters_only(ladder, tuned(replaced=bug))
+
+
+@pytest.mark.check
+def test_the_log_says_once_how_many_parameters_are_trained(caplog):
+    """In chapters 4 and 5, rank 0 has the model twice: with weights and without."""
+    caplog.set_level("INFO")
+    config = models.load_config("llama-tiny")
+    lora = import_lora()
+    for device in ("cpu", "meta"):
+        with torch.device(device):
+            lora.add_adapters(AutoModelForCausalLM.from_config(config), 4)
+    (message,) = caplog.messages
+    assert re.fullmatch(r"the adapters have [\d,]+ parameters, \d\.\d\d% of all", message)
 
 
 # --- after the training ---

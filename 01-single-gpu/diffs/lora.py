@@ -55,7 +55,8 @@ def add_adapters(model: PreTrainedModel, rank: int) -> None:
         inject_adapter_in_model(config_of(rank), model)
     trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
     share = trained / sum(p.numel() for p in model.parameters())
-    logger.info(f"the adapters have {trained:,} parameters, {share:.2%} of all")
+    if model.device.type != "meta":  # with FSDP, rank 0 adds them to a copy without weights, too
+        logger.info(f"the adapters have {trained:,} parameters, {share:.2%} of all")
 
 
 def config_of(rank: int) -> LoraConfig:
