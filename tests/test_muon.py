@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from helpers import (
+    ROOT,
     Ladder,
     Run,
     Runs,
@@ -192,7 +193,7 @@ def assert_as_whole(n_ranks: int, replicas: int, module: Path | str, folder: Pat
     ("n_ranks", "replicas"), first_then_nightly([(3, 1), (1, 1), (2, 1), (4, 2)])
 )
 def test_shards_are_updated_as_whole_matrices(n_ranks, replicas, tmp_path):
-    assert_as_whole(n_ranks, replicas, MODULE, tmp_path)
+    assert_as_whole(n_ranks, replicas, ROOT / MODULE, tmp_path)
 
 
 # By name: what is replaced in muon.py.
@@ -217,7 +218,7 @@ for bug in BUGS.values():
 def test_planted_bug_of_shards_is_noticed(name, tmp_path):
     right, wrong = BUGS[name]
     module = tmp_path / "muon.py"
-    module.write_text(Path(MODULE).read_text().replace(right, wrong))
+    module.write_text((ROOT / MODULE).read_text().replace(right, wrong))
     with pytest.raises(AssertionError, match=r"^the matrices differ"):
         assert_as_whole(3, 1, module, tmp_path)
 
