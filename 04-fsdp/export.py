@@ -66,10 +66,10 @@ def main() -> None:
     target = args.target
     if target.exists():
         raise RunError(f"{target} already exists: give another folder, or delete it.")
+    if args.adapter and args.param_dtype:
+        raise RunError("Adapters are exported as they are: leave out --param-dtype.")
     saved = find_saved(args.run, args.step)
     if args.adapter:
-        if args.param_dtype:
-            raise RunError("Adapters are exported as they are: leave out --param-dtype.")
         export_adapter(saved, target, args.model_name, args.tokenizer_name)
         return
 
