@@ -17,6 +17,10 @@ else
     # Without pod 0, the agents of the other pods would fail after a minute. Its image may still load.
     echo "Waiting for pod 0 at $HEAD"
     until timeout 5 bash -c ": <'/dev/tcp/${HEAD%:*}/${HEAD##*:}'" 2>/dev/null; do
+        if ((SECONDS > 1800)); then # for example because pod 0 has completed the run
+            echo "Pod 0 did not answer for 30 minutes." >&2
+            exit 1
+        fi
         sleep 1 &
         wait "$!" || true # unlike sleep, wait ends at a signal, so the trap runs at once
     done
