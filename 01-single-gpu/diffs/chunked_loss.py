@@ -163,7 +163,7 @@ def add_matmul(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> 
     """Add the matmul of two matrices to a float32 matrix."""
     if left.dtype == torch.float32:
         total.addmm_(left, right)
-    elif left.is_cuda and torch.__version__ >= "2.12":  # cuBLAS adds float32 itself
+    elif left.is_cuda and torch.version.cuda and torch.__version__ >= "2.12":  # cuBLAS adds float32 itself
         torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
     else:
         total += left @ right
