@@ -67,6 +67,10 @@ def read_metrics(run_dir: Path) -> list[dict]:
     return [json.loads(line) for line in text.split("\n")[:-1]]
 
 
+def _without_folder(argument: str) -> str:
+    return Path(argument).name if argument.startswith("/") else argument
+
+
 def describe_machine() -> dict[str, object]:
     """Return hardware, versions, commit, date and command, which result files start with."""
     launcher = ["python"]
@@ -75,7 +79,8 @@ def describe_machine() -> dict[str, object]:
     cpu_info = Path("/proc/cpuinfo")
     cpus = re.findall(r"model name\s*: (.*)", cpu_info.read_text() if cpu_info.exists() else "")
     facts = {
-        "command": shlex.join([*launcher, *sys.argv]),
+        # Only the names of files: their folders are those of this machine.
+        "command": shlex.join([*launcher, sys.argv[0], *map(_without_folder, sys.argv[1:])]),
         "date": datetime.datetime.now(datetime.UTC).date().isoformat(),
         "commit": _first_line("git", "describe", "--always", "--dirty"),
         "python": platform.python_version(),
