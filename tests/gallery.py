@@ -23,15 +23,25 @@ PRECISIONS = "05-mixed-precision/measurements.md#an-8b-model-on-two-and-four-gpu
 GPT2 = "05-mixed-precision/measurements.md#gpt-2-in-each-precision-on-one-gpu"
 
 
+def speed_in_words(ratio: float) -> str:
+    """Return how fast a row is relative to another one, to a percent: "4% slower"."""
+    percent = round(100 * ratio - 100)
+    if percent == 0:
+        return "as fast"
+    return f"{abs(percent)}% {'faster' if percent > 0 else 'slower'}"
+
+
+def memory_in_words(peak: float, other: float) -> str:
+    """Return the peak memory of a row, and that of the other row if it differs, in GiB."""
+    one, other = f"{peak:.1f} GiB", f"{other:.1f} GiB"
+    return f"{one} in both cases" if one == other else f"{one} instead of {other}"
+
+
 def compared(what: str, one: str, other: str) -> str:
     """Return a template of the speed and the memory of a row relative to another row."""
-    speed = f"(100 * ratio({one!r}, {other!r}) - 100)|f('+.0f')"
-    peaks = (f"peak({label!r})|f('.1f')" for label in (one, other))
-    return (
-        f"{what}: {{{{ {speed} }}}}% tokens/s, "
-        + " GiB instead of ".join(f"{{{{ {peak} }}}}" for peak in peaks)
-        + " GiB"
-    )
+    speed = f"speed_in_words(ratio({one!r}, {other!r}))"
+    memory = f"memory_in_words(peak({one!r}), peak({other!r}))"
+    return f"{what}: {{{{ {speed} }}}}, {{{{ {memory} }}}}"
 
 
 FULL = "8B, TF32, recomputation"
@@ -104,7 +114,8 @@ MEASURED = {
 def filled(template: str) -> str:
     """Return a text with its numbers; only what it begins with if they are not measured yet."""
     try:
-        return report.ENVIRONMENT.from_string(template).render()
+        words = {"speed_in_words": speed_in_words, "memory_in_words": memory_in_words}
+        return report.ENVIRONMENT.from_string(template).render(words)
     except (LookupError, TypeError, jinja2.UndefinedError):
         return template.partition(":")[0]
 

@@ -33,6 +33,20 @@ def test_a_wrong_table_is_noticed(pattern, wrong):
     assert gallery.fill(rotten) == PAGE != rotten
 
 
+@pytest.mark.parametrize(
+    ("ratio", "words"),
+    [(0.996, "as fast"), (1.004, "as fast"), (0.9622, "4% slower"), (1.226, "23% faster")],
+)
+def test_speeds_are_compared_in_words(ratio, words):
+    assert gallery.speed_in_words(ratio) == words
+
+
+def test_equal_peaks_are_told_once():
+    assert gallery.memory_in_words(54.51, 67.6) == "54.5 GiB instead of 67.6 GiB"
+    assert gallery.memory_in_words(74.53, 74.51) == "74.5 GiB in both cases"
+    assert "% tokens/s" not in gallery.table()
+
+
 def test_the_table_names_what_make_refuses():
     """Also where only a variant that is needed makes a pair senseless."""
     rows = [row.split("|") for row in gallery.table().splitlines()[2:]]
