@@ -1,7 +1,7 @@
 """Documents: the built-in corpus, text, tables, folders of them, addresses and the hub.
 
-Text files are read directly, in pieces. The library datasets reads everything else, and keeps what
-it has read as Arrow files below HF_HOME.
+Text files are read directly, in pieces, and JSON files by json_files.py. The library datasets reads
+everything else, and keeps what it has read as Arrow files below HF_HOME.
 """
 
 import csv
