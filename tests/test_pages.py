@@ -473,6 +473,18 @@ def wrong_excerpts(page: Path, text: str) -> list[str]:
     return [f"not in the script:\n{x}" for x in shown if page in files and f"\n{x}" not in code]
 
 
+def gone_imports(page: Path, text: str) -> list[str]:
+    """Code in Python on a page imports from common only what is there."""
+    complaints = []
+    for _, block in blocks(text, "python"):
+        for line in re.findall(r"^from common.*$", block, re.MULTILINE):
+            try:
+                exec(line, {})
+            except ImportError as error:
+                complaints.append(f"{line}: {error}")
+    return complaints
+
+
 # --- planted mistakes ---
 
 # What each rule must find: a pattern in one of these pages, its replacement, and a part of the
@@ -495,6 +507,7 @@ ROT = {
     unrecorded_output: ("```text\n", "```text\nall is well\n", "nobody recorded"),
     stale_tables: (r"(<!-- table: .*\n.*\n.*\n.*)\d(.*\d)", r"\g<1>00\2", "run make diffs"),
     numbers_without_row: (r"\A", "It trains at 1,234 tokens/s.\n\n", "no row has this number"),
+    gone_imports: ("^import torch$", "from common import models", "cannot import name 'models'"),
     invented_messages: (r"^\| `[^`]+`", "| `moon rises over silent mountains`", "no code says"),
 }
 
