@@ -22,7 +22,7 @@ from common.errors import RunError
 def chunk_loss(model: PreTrainedModel, chunk_tokens: int, compile: bool) -> None:
     """Let a model compute its output layer and its loss for `chunk_tokens` tokens at a time.
 
-    In place of logits, the model returns the hidden states that the output layer would get.
+    In place of logits, the model returns an empty tensor.
     compile: fuse the kernels between the matmuls. Raises RunError if the output layer is not a
     single matrix. If the model scales or caps its logits, its first forward pass raises RunError.
     """
@@ -53,14 +53,15 @@ class ChunkedLoss:
     ) -> None:
         self.model, self.layer, self.chunk_tokens = model, layer, chunk_tokens
         self.hidden: torch.Tensor | None = None  # what the output layer got
+        self.no_logits: torch.Tensor | None = None  # what it returned
         self.loss_of_chunk = replace_logits_by_gradient
         if compile:
             self.loss_of_chunk = torch.compile(replace_logits_by_gradient, dynamic=False)
 
     @torch.compiler.disable
     def keep(self, hidden: torch.Tensor) -> torch.Tensor:
-        self.hidden = hidden
-        return hidden
+        self.hidden, self.no_logits = hidden, hidden.new_empty(0)
+        return self.no_logits
 
     @torch.compiler.disable
     def __call__(
@@ -74,10 +75,10 @@ class ChunkedLoss:
     ) -> torch.Tensor:
         """Return the loss; the arguments are those of transformers' ForCausalLMLoss.
 
-        logits: hidden states [sequences, positions, width]. labels: [sequences, positions].
+        logits: what `keep` returned. labels: [sequences, positions].
         """
         hidden, self.hidden = self.hidden, None
-        if logits is not hidden:  # it was scaled, capped or cut
+        if logits is not self.no_logits:  # they would be scaled or capped
             raise refusal(self.model, "is followed by more computations")
         if shift_labels is None:  # the token at position i predicts the one at i + 1
             shift_labels = nn.functional.pad(labels, (0, 1), value=IGNORED)[:, 1:]
@@ -163,7 +164,8 @@ def add_matmul(total: torch.Tensor, left: torch.Tensor, right: torch.Tensor) -> 
     """Add the matmul of two matrices to a float32 matrix."""
     if left.dtype == torch.float32:
         total.addmm_(left, right)
-    elif left.is_cuda and torch.version.cuda and torch.__version__ >= "2.12":  # cuBLAS adds float32 itself
+    elif left.is_cuda and torch.version.cuda and torch.__version__ >= "2.12":
+        # cuBLAS multiplies 16-bit matrices and adds them in float32.
         torch.addmm(total, left, right, out_dtype=torch.float32, out=total)
     else:
         total += left @ right
