@@ -207,8 +207,8 @@ class Checkpoints:
         path, saved = newest
         if (other := difference(saved, self.settings)) is not None:
             raise RunError(
-                f"The run {self.run_dir} was started with {other}: give the old value again, or "
-                "start a new run with another -e."
+                f"The run {self.run_dir} was started with {other}: resume it as it was started, "
+                "or start a new run with another -e."
             )
         # For a new optimizer, DCP makes the moments that are loaded into, by a step of size 0.
         content = collect_content(model, optimizer, lr_scheduler, state)

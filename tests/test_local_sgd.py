@@ -235,4 +235,4 @@ def test_a_signal_stops_all_ranks_after_an_outer_step(runs, straight, script):
 def test_another_number_of_ranks_is_refused(runs, straight, script):
     assert set(runs.finish(straight, chapter=str(script), ranks=3)) == {2}
     said = runs.said(straight)
-    assert re.search(r"was started with world_size 2, not 3 .*: give the old value again", said)
+    assert re.search(r"was started with world_size 2, not 3 .*: resume it as it was started", said)
