@@ -146,19 +146,21 @@ class Table:
 def when_measured(rows: list[dict], page: Path) -> str:
     """Return a line that says when rows were measured, with links to their files."""
     up = os.path.relpath(REPOSITORY / RESULTS, page.parent)
+    groups = {file: [row for row in rows if row["file"] == file] for file in MEASURED}
+    groups = {file: group for file, group in groups.items() if group}
+    measured = [row for group in groups.values() for row in group]
+    versions = sorted({row["machine"]["torch"].split("+")[0] for row in measured})
+    with_torch = f"Measured with torch {', '.join(versions)}"
     says = []
-    for file in MEASURED:
-        group = [row for row in rows if row["file"] == file]
+    for file, group in groups.items():
         dates = sorted({row["date"] for row in group})
-        versions = sorted({row["machine"]["torch"].split("+")[0] for row in group})
-        if group:
-            when = f"on {dates[0]}" if len(dates) == 1 else f"from {dates[0]} to {dates[-1]}"
-            earlier = "earlier versions of the scripts and " if file == "older" else ""
-            says += [
-                f"{when} with {earlier}torch {', '.join(versions)} "
-                f"([{file}.json]({up}/{file}.json))"
-            ]
-    return f"*Measured {', and '.join(says)}.*" if says else ""
+        when = f"on {dates[0]}" if len(dates) == 1 else f"from {dates[0]} to {dates[-1]}"
+        earlier = ", with earlier versions of the scripts" if file == "older" else ""
+        link = f"[{file}.json]({up}/{file}.json)"
+        if len(groups) == 1:
+            return f"*{with_torch} {when}{earlier} ({link}).*"
+        says += [f"The rows of {link} were measured {when}{earlier}."]
+    return f"*{with_torch}. {' '.join(says)}*" if says else ""
 
 
 def fill(text: str, page: Path) -> str:
