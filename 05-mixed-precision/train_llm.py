@@ -371,7 +371,7 @@ def main() -> None:
             with timers("save"):  # if the process is killed here, the previous checkpoint is valid
                 gc.collect()
                 # The state dicts hold DTensors: each rank writes the rows that it has. A run on
-                # another number of ranks reads the rows that it needs.
+                # a different number of ranks reads the rows that it needs.
                 checkpoints.save(model, optimizer, lr_scheduler, state)
     progress_bar.close()
     tracker.finish()

@@ -552,7 +552,7 @@ class Runs:
         return len(self.samples(name)), max(complete, default=0)
 
     def assert_same(self, straight: str, name: str, trained: int = 0, resumed_after: int = 0):
-        """Bit by bit the numbers, tensors and samples of a run that nobody stopped.
+        """Bit for bit the numbers, tensors and samples of a run that nobody stopped.
 
         The run that was stopped has trained so many steps, and then those after `resumed_after`.
         """

@@ -65,7 +65,7 @@ class Cell:
         assert before.items() <= self.files().items()
 
     def resumes(self, step: int) -> None:
-        """The next start goes on after this step, bit by bit as if nothing had happened."""
+        """The next start goes on after this step, bit for bit as if nothing had happened."""
         straight = f"straight-{self.straight}"
         if not (self.runs.folder / straight).exists():
             assert self.runs.finish(straight, chapter=self.straight) == [0]

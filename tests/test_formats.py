@@ -100,7 +100,7 @@ def with_grad_scaler(steps: int, **options: float) -> tuple[list[dict], torch.Te
 
 @pytest.mark.check
 def test_loss_scaling_by_hand(monkeypatch):
-    """Compare with GradScaler: every scale, loss and verdict, and the last weights, bit by bit.
+    """Compare with GradScaler: every scale, loss and verdict, and the last weights, bit for bit.
 
     Every fifth loss is 2^8 times as large: overflows come between two growths of the scale.
     """

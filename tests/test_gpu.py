@@ -207,7 +207,7 @@ def test_resumes_on_gpus_from_the_cpu_s_checkpoint_and_back(tmp_path):
 def test_muon_is_the_same_on_two_gpus(tmp_path, also):
     """NCCL sends matrices to their owners and back, also if shards are in host memory.
 
-    Matmuls in TF32 and updates in bfloat16 round differently on another number of GPUs.
+    Matmuls in TF32 and updates in bfloat16 round differently on a different number of GPUs.
     """
     alone, shared = (
         make_variant(tmp_path, chapter, "muon", *others) / "train_llm.py"

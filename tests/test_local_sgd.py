@@ -1,6 +1,6 @@
 """The variant local-sgd: ranks that train alone and average their weights every N steps.
 
-With one rank it is chapter 1, bit by bit. With two, it computes what two models in one process and
+With one rank it is chapter 1, bit for bit. With two, it computes what two models in one process and
 PyTorch's own SGD with Nesterov's momentum compute.
 """
 

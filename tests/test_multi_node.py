@@ -163,7 +163,7 @@ class Lab:
     def assert_same(self, name: str, exact: bool = False) -> None:
         """Every step once, with the right samples, and the losses of an undisturbed run.
 
-        exact: of that on two ranks, bit by bit, otherwise of chapter 1's.
+        exact: of that on two ranks, bit for bit, otherwise of chapter 1's.
         """
         found, expected = self.metrics(name), self.metrics("straight" if exact else "alone")
         assert [line["step"] for line in found] == list(range(1, STEPS + 1))
@@ -340,7 +340,7 @@ def test_job_file_of_a_variant(lab, tmp_path):
     assert lab.hosts("variant") == ["node1"] * 4 + ["node2"] * 4, "two starts of two by two"
 
 
-# --- a run that is hit, on two nodes of one rank: bit by bit the run that was not ---
+# --- a run that is hit, on two nodes of one rank: bit for bit the run that was not ---
 
 
 def submit_slow(lab: Lab, name: str, *args: object, options: tuple = ()) -> str:

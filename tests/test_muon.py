@@ -1,7 +1,7 @@
 """The variant muon: the updates of torch.optim.Muon, whatever shards the matrices.
 
 Muon computes in bfloat16, so a rounding error of a gradient changes an update by some 1e-3 of its
-size. From the same gradients, all updates are the same bit by bit.
+size. From the same gradients, all updates are the same bit for bit.
 """
 
 import functools

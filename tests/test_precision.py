@@ -1,4 +1,4 @@
-"""Chapter 5: in float32 it is chapter 4 bit by bit, in few bits close to it; what is in which type.
+"""Chapter 5: in float32 it is chapter 4 bit for bit, in few bits close to it; what has which type.
 
 And the gradient scaler of float16: who skips a step, what a resumed run knows of the scale, and
 when it gives up.
@@ -91,7 +91,7 @@ register(BEFORE, TO_BFLOAT16)
     ids=["fp32", "bfloat16"],
 )
 def test_in_float32_it_is_chapter_4(ladder, expected, run):
-    """Every number bit by bit; and where weights are bfloat16, in which nothing is cast either."""
+    """Every number bit for bit; and where weights are bfloat16, in which nothing is cast either."""
     right, found = (ladder.metrics(ladder.run(each)) for each in (expected, run))
     assert len(right) == STEPS
     for key in ("step", *EXACT):
@@ -433,7 +433,7 @@ def growing(keep: int, *bug: tuple[str, str]) -> Run:
 
 
 def assert_goes_on_with_its_scale(ladder: Ladder, resumed: Run) -> None:
-    """Bit by bit as if it had not been stopped: what is logged and saved, the scale at every step.
+    """Bit for bit as if it had not been stopped: what is logged and saved, the scale at every step.
 
     Tracker and scale are after steps 1 to 8: 1, 2, 0, ... and 2^10, 2^10, 2^11, ...
     """

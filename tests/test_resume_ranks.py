@@ -53,7 +53,7 @@ def straight(runs) -> Callable[[str], str]:
 
 @pytest.mark.parametrize(("chapter", "victim"), first_then_nightly([(DDP, 0), (FSDP, 1)]))
 def test_goes_on_after_kill_9_of_one_rank(runs, straight, chapter, victim):
-    """The other ends, and says why and how to go on; the run that goes on is the same bit by bit.
+    """The other ends, and says why and how to go on; the run that goes on is the same bit for bit.
 
     `finish` waits for less time than the process group's timeout.
     """
@@ -110,7 +110,7 @@ def travels(make_folder) -> Runs:
 
 
 def assert_loaded(saved: Path, step: int, loaded: Path) -> None:
-    """Weights, moments, schedule and position, bit by bit, on whatever number of ranks."""
+    """Weights, moments, schedule and position, bit for bit, on whatever number of ranks."""
     expected, found = tensors(saved, step), tensors(loaded)
     for content in (expected, found):
         (content["optimizer"]["param_groups"],) = content["optimizer"]["param_groups"]

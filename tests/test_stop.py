@@ -236,7 +236,7 @@ def test_a_data_worker_that_is_killed_ends_the_run(runs, tmp_path, chapter):
 
 @pytest.mark.ci
 def test_the_number_of_workers_may_change(runs, tmp_path):
-    """And a run goes on without the variant, bit by bit as if nothing had happened."""
+    """And a run goes on without the variant, bit for bit as if nothing had happened."""
     variant = make_variant(tmp_path, FIRST, "workers")
     assert runs.stop("plain", FIRST, ranks=1) == [0]
     stop = {"ranks": 1, "signals_after_steps": (SIGNAL_AFTER, [TERM])}

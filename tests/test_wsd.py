@@ -51,7 +51,7 @@ def steps_saved(runs: Runs, name: str) -> list[int]:
 
 
 def assert_goes_on(runs: Runs, script: str, ranks: int, name: str) -> None:
-    """Bit by bit what a run does that was planned to be as long; the short run stays as it is."""
+    """Bit for bit what a run does that was planned to be as long; the short run stays as it is."""
     short, long = f"{name}-short", f"{name}-long"
     train(runs, script, ranks, short, SHORT)
     assert steps_saved(runs, short) == [LAST_BEFORE, SHORT], "the checkpoints differ"
