@@ -561,10 +561,12 @@ def test_lesson_4_shows_lines_of_common():
 
 TRAINS = r"\b(train_(llm|classifier)\.py|launch(_\w+)?\.sh)|^make train"
 # What tests do not run from here: it changes the environment, needs other nodes, measures for
-# minutes, applies a diff (test_chapter_diffs.py does that), or has tests of its own.
+# minutes, applies a diff (test_chapter_diffs.py does that), needs an earlier command's model, or
+# has tests of its own.
 NOT_RUN = re.compile(
     r"^git |^cd |\bpip\b|-m venv|^make (?!train|diff|variant)|^docker |CONTAINER|pytest"
     r"|tests/benchmarks/|faults/|trace_ranks|NNODES|HEAD=|HOSTS|hosts\.txt|node\d|mpirun|sbatch|srun"
+    r"|-m base-model"
 )
 # In a run of one step, the classifier spends most of its time on its texts.
 EXAMPLES = "02-ddp/classification/examples.py"
