@@ -397,7 +397,7 @@ WITH_UNIT = re.compile(
     r"(?<![\w.,-])\d[\d.,]*(?:\s(?:million|billion))?\s(?:GiB|tokens/s|ms|s\sper\sstep|times\sas\sfast)\b"
     r"|\bMFU\b[^.\n]{0,30}?\d[\d.]*%|\d[\d.]*%\sMFU"
 )
-CALCULATED = re.compile(r"calculat|predict|memory\.py|simulat|\s=\s", re.IGNORECASE)
+CALCULATED = re.compile(r"calculate|calculation|predict|memory\.py|simulat|\s=\s", re.IGNORECASE)
 
 
 def numbers_without_row(page: Path, text: str) -> list[str]:
