@@ -142,7 +142,7 @@ REFUSALS: list[tuple[Files, tuple[object, ...], str]] = [
     ({}, (*CORPUS, "--save-dir", "s3://bucket"), "--save-dir is a local folder; --checkpoint-dir"),
     (CLASSIFIER, RUN, "{}/run is the folder of a classifier: give another -e."),
     # another training
-    ({}, (*RUN, "--lr", 1e-3), "was started with --lr 0.03125, not 0.001: give the old value"),
+    ({}, (*RUN, "--lr", 1e-3), "was started with --lr 0.03125, not 0.001: resume it as it was"),
     ({}, (*RUN, "--max-steps", 5), "was started with total_steps 4, not 5 (see --max-steps"),
     ({"corpus.json": json.dumps(["x" * 999] * 99)}, RUN, "with dataset_checksum...--dataset-name)"),
     (

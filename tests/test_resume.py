@@ -125,7 +125,7 @@ def test_a_flag_that_nobody_has_listed_is_fixed(train, tmp_path):
     flags = [*make_flags(tmp_path), "--max-steps", 5]
     chapter = plant(CHAPTERS[0], tmp_path / "planted", NEW_FLAG)
     train(*flags, "--new-flag", 7, chapter=chapter)
-    with pytest.raises(RunError, match=r"/run was started with --new-flag 7, not 0: give the old"):
+    with pytest.raises(RunError, match=r"/run was started with --new-flag 7, not 0: resume it"):
         train(*flags, chapter=chapter)
 
 

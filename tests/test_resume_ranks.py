@@ -202,7 +202,7 @@ def test_another_way_is_refused_by_name(chapter, variants, in_variant, in_chapte
         before = listing(tmp_path / name)
         assert runs.finish(name, chapter=second) == [2]
         last = runs.said(name).splitlines()[-1]
-        assert last.startswith(f"The run {tmp_path / name} was started with {sentence}give the old")
+        assert last.startswith(f"The run {tmp_path / name} was started with {sentence}resume it")
         assert listing(tmp_path / name) == before
         assert runs.finish(name, chapter=first) == [0]
 

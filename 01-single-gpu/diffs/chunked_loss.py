@@ -22,7 +22,8 @@ from common.errors import RunError
 def chunk_loss(model: PreTrainedModel, chunk_tokens: int, compile: bool) -> None:
     """Let a model compute its output layer and its loss for `chunk_tokens` tokens at a time.
 
-    In place of logits, the model returns an empty tensor.
+    In place of logits, the model returns the hidden states that the output layer would get, without
+    their gradient.
     compile: fuse the kernels between the matmuls. Raises RunError if the output layer is not a
     single matrix. If the model scales or caps its logits, its first forward pass raises RunError.
     """
@@ -53,15 +54,16 @@ class ChunkedLoss:
     ) -> None:
         self.model, self.layer, self.chunk_tokens = model, layer, chunk_tokens
         self.hidden: torch.Tensor | None = None  # what the output layer got
-        self.no_logits: torch.Tensor | None = None  # what it returned
+        self.returned: torch.Tensor | None = None
         self.loss_of_chunk = replace_logits_by_gradient
         if compile:
             self.loss_of_chunk = torch.compile(replace_logits_by_gradient, dynamic=False)
 
     @torch.compiler.disable
     def keep(self, hidden: torch.Tensor) -> torch.Tensor:
-        self.hidden, self.no_logits = hidden, hidden.new_empty(0)
-        return self.no_logits
+        # FSDP would wait for the gradient of an output, and warn because this one is a view.
+        self.hidden, self.returned = hidden, hidden.detach()
+        return self.returned
 
     @torch.compiler.disable
     def __call__(
@@ -78,7 +80,7 @@ class ChunkedLoss:
         logits: what `keep` returned. labels: [sequences, positions].
         """
         hidden, self.hidden = self.hidden, None
-        if logits is not self.no_logits:  # they would be scaled or capped
+        if logits is not self.returned:  # they would be scaled or capped
             raise refusal(self.model, "is followed by more computations")
         if shift_labels is None:  # the token at position i predicts the one at i + 1
             shift_labels = nn.functional.pad(labels, (0, 1), value=IGNORED)[:, 1:]
