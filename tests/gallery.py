@@ -49,7 +49,6 @@ EIGHT = "8B, TF32, full, 2 micro-batches"
 # What was measured, as in benchmarks/sentences.jinja, and the section of a page that has it. Where
 # rows are not measured yet, the table has the text before the colon only.
 MEASURED = {
-    "async-checkpoint": ("pauses of saves", "04-fsdp/measurements.md#saving-and-loading"),
     "autocast": ("speed and memory", "01-single-gpu/measurements.md#speed-on-one-gpu"),
     "chunked-loss": (
         compared("1B model, 4 x 8,192 tokens", "chunked-loss, 4 x 8192", "1B on 1, 4 x 8192"),
@@ -79,8 +78,8 @@ MEASURED = {
         "03-multi-node/topics/local_sgd.md#what-it-gains",
     ),
     "lora": (
-        "8B model on one GPU, 8,192 tokens: 46.2 GiB (predicted)",
-        "01-single-gpu/topics/lora.md#memory",
+        "8B model on one GPU, 8,192 tokens: {{ '%.1f' % peak('8B on 1, lora') }} GiB",
+        "01-single-gpu/topics/lora.md#speed",
     ),
     "muon": (
         "gpt2-tiny: the same loss after 325 steps instead of 464",
@@ -108,8 +107,9 @@ MEASURED = {
         "05-mixed-precision/topics/tensor_parallel.md#what-it-costs",
     ),
     "zero1": (
-        compared("GPT-2, two GPUs", "ZeRO-1, TF32", "DDP, TF32"),
-        "02-ddp/measurements.md#zero-1-and-dataparallel",
+        "8B model: {{ '%.0f' % scenario('Chapter 2 or 3 with zero1') }} GiB instead of "
+        "{{ '%.0f' % scenario('Chapter 2 or 3') }} GiB (predicted)",
+        "04-fsdp/README.md#what-it-costs",
     ),
     "zero2": (compared("8B model", "8B, TF32, full, zero2", FULL), OPTIONS),
 }

@@ -23,8 +23,6 @@ from helpers import ROOT, environment
 
 RESULTS = {path.name: json.loads(path.read_text()) for path in measure.RESULTS.glob("*.json")}
 OF_ROWS = [f"{name}.json" for name in report.MEASURED]
-# Files whose program is gone. Lab 5 shows them, until it shows rows of measure.py.
-WITHOUT_PROGRAM = {"comparison_cpu.json", "comparison_gpu.json"}
 # Files of a tree with uncommitted changes, which are to be made again.
 DIRTY = {"fabrics_cpu.json", "model.json", "tokenizing.json", "trace_cpu.json"}
 
@@ -42,7 +40,7 @@ def gone_programs(results: dict[str, dict], root: Path = ROOT) -> list[str]:
             program = "tests/benchmarks/predictions.py"
         else:
             program = re.search(r"\S+\.(py|sh)\b", found["machine"]["command"])[0]
-        if not (root / program).exists() and name not in WITHOUT_PROGRAM:
+        if not (root / program).exists():
             complaints.append(f"{name}: no such program: {program}")
     return complaints
 
@@ -122,6 +120,28 @@ def test_results(rule):
     assert rule(RESULTS) == []
 
 
+LAB_5 = {
+    "fp32": "GPT-2, strict float32",
+    "tf32": "chapter 5, TF32, compiled",
+    "bf16": "chapter 5, bfloat16, compiled",
+    "fp16": "GPT-2, float16",
+    "pure-bf16": "GPT-2, bfloat16 weights",
+    "fp8": "GPT-2, fp8",
+}
+
+
+@pytest.mark.check
+def test_numbers_in_lab_5():
+    """A notebook cannot read result files, so its numbers are compared with them here."""
+    notebook = json.loads((ROOT / "05-mixed-precision/lab.ipynb").read_text())
+    sources = ("".join(cell["source"]) for cell in notebook["cells"])
+    cell = next(source for source in sources if re.search(r"^gpu = \{", source, re.MULTILINE))
+    shown = ast.literal_eval(re.search(r"^gpu = (\{.*?\})$", cell, re.MULTILINE | re.DOTALL)[1])
+    speed, peak = report.of_row("tokens_per_s"), report.of_row("peak_mem_gib")
+    rows = {name: (round(speed(row)), round(peak(row), 1)) for name, row in LAB_5.items()}
+    assert shown == rows
+
+
 # --- planted mistakes ---
 
 
@@ -164,7 +184,7 @@ def test_planted_rows(rule, changes, complaint):
 def test_planted_program(tmp_path):
     """Without its program, each file is complained about."""
     found = gone_programs(RESULTS, tmp_path)
-    assert len(found) == len(RESULTS.keys() - WITHOUT_PROGRAM)
+    assert len(found) == len(RESULTS)
 
 
 @pytest.mark.check
