@@ -81,7 +81,7 @@ sizes:  ## how large pages, scripts, common, side code and tests are; no test co
 TRACKED := git grep -lzI '' --
 NOT_SPELLED := ':!*/recorded/*' ':!common/inputs/presets/tokenizer' ':!*.json*' ':!*.ipynb'
 
-lint: .venv/.test
+lint: .venv/.test  ## check style and spelling; check, test, ci and nightly begin with it
 	$(TRACKED) '*.py' '*.ipynb' | xargs -0 $(BIN)/ruff check
 	$(TRACKED) '*.py' '*.ipynb' | xargs -0 $(BIN)/ruff format --check
 	$(TRACKED) . $(NOT_SPELLED) | xargs -0 $(BIN)/codespell
@@ -126,5 +126,5 @@ SITE := import tomllib; project = tomllib.load(open("pyproject.toml", "rb"))["pr
 	$(BIN)/python -m pip install --constraint $(CONSTRAINTS) --no-deps --upgrade --target .venv/torchao torchao
 	@touch $@ .venv/.train .venv/.site
 
-clean:
+clean:  ## remove the environment (.venv), so that the next target installs it again
 	rm -rf .venv
