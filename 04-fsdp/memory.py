@@ -157,7 +157,8 @@ def main() -> None:
     shared = f" ({sequences // n} with --context-parallel)" if n > 1 else ""
     print(
         f"The table is for --global-batch-size {sequences}{shared}; for a larger one, set "
-        f"--accumulation. A setup fits if its peak is at most {1 - RESERVE:.0%} of --gpu-memory."
+        f"--accumulation. A setup fits if its peak is at most {1 - RESERVE:.0%} of --gpu-memory.\n"
+        f"full: {CHECKPOINTING}; selective: the variant selective-recomputation."
     )
     print(recommend(predictions, args.gpu_memory))
 
