@@ -4,7 +4,8 @@ python tests/record.py                                  all that this machine ca
 python tests/record.py '01-single-gpu/recorded/gen*'    some of them, with the runs that they need
 
 Line 1 of a recording is its command, line 2 the machine. A recording stays as it was if its command
-fails, or needs a GPU or a cluster. At the end, the tables and figures are made anew.
+fails, needs a GPU, or needs a cluster: record_cluster.py makes those. At the end, the tables and
+figures are made anew.
 """
 
 import importlib.metadata
