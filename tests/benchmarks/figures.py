@@ -17,6 +17,7 @@ FIGURES = {
     "02-ddp/figures/trace.svg": charts.trace,
     "02-ddp/figures/strong_scaling.svg": charts.strong_scaling,
     "03-multi-node/figures/nodes_cost.svg": charts.nodes_cost,
+    "04-fsdp/figures/memory_8b.svg": charts.memory_8b,
     "05-mixed-precision/figures/a_model.svg": charts.model,
     "05-mixed-precision/figures/ladder.svg": charts.ladder,
 }

@@ -65,6 +65,44 @@ def gains() -> str:
     return drawing.document(title, y + 38)
 
 
+def memory_8b() -> str:
+    """Return what an 8B model needs on each of four GPUs, by setup and by what is stored."""
+    setups = {
+        "DDP": "Chapter 2 or 3",
+        "ZeRO-1": "Chapter 2 or 3 with zero1",
+        "FSDP": "Chapter 4",
+        "FSDP, selective": "Chapter 4 with selective-recomputation",
+        "FSDP, full": "Chapter 4 with --activation-checkpointing",
+    }
+    parts = {"parameters": "blue", "gradients": "green", "moments": "orange"}
+    predicted = report.read("predictions")["scenario"]
+    found = {name: predicted[setup] for name, setup in setups.items()}
+    left = LEFT + 170
+    scale = (RIGHT - 90 - left) / max(each["peak"] for each in found.values())
+    drawing = Drawing("With FSDP, an 8B model fits on four GPUs")
+    drawing.legend({"weights": "blue", "gradients": "green", "moments": "orange", "rest": "red"})
+    y = 100.0
+    for name, sizes in found.items():
+        drawing.text(LEFT, y + 24, name)
+        x, rest = left, sizes["peak"]
+        for part, fill in parts.items():
+            drawing.rect(x, y, sizes[part] * scale, 34, f"{fill} edge")
+            x += sizes[part] * scale
+            rest -= sizes[part]
+        drawing.rect(x, y, rest * scale, 34, "red edge")
+        drawing.text(RIGHT, y + 24, f"{sizes['peak']:.0f} GiB", NORMAL, "end bold")
+        y += 50
+    x = left + H200_GIB * scale
+    drawing.line(x, 90, x, y, "line dashed")
+    drawing.text(x, y + 20, f"H200: {H200_GIB} GiB", SMALL, "middle")
+    drawing.note(
+        y + 52,
+        "Predicted: Llama 3.1 8B in float32, compiled, one sequence of 8,192 tokens per GPU.",
+        "Rest: activations and gathered weights. Recomputation of activations: selective, full.",
+    )
+    return drawing.document("Memory of an 8B model with DDP, ZeRO-1 and FSDP", y + 92)
+
+
 def draw_beside_ideal(drawing: Drawing, bars: dict[int, tuple], ideal: str, note: str) -> float:
     """Draw a bar for each number of GPUs, in a frame of ideal length; return where it ends.
 
