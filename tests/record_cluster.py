@@ -1,6 +1,7 @@
 """Make the recordings of the local cluster again: sinfo, a Slurm job, an elastic run.
 
-sudo python tests/record_cluster.py    takes about eight minutes on two cores
+sudo python tests/record_cluster.py              takes about eight minutes on two cores
+sudo python tests/record_cluster.py sinfo job    some of them
 
 Needs what 03-multi-node/tools/local_cluster.sh needs. The job gets the signal that precedes the
 time limit, and is preempted once. The elastic run loses a node, which joins it again.
@@ -11,6 +12,7 @@ import re
 import shlex
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -51,9 +53,14 @@ def write(name: str, command: str, output: str) -> None:
     """Write a recording: its command, the machine as in the old recording, and the output."""
     path = RECORDED / f"{name}.txt"
     here, _, rest = machine_line(path.read_text().splitlines()[1]).partition("; ")
-    output = output.replace(f"{ROOT}/", "")
+    for folder in {ROOT, (ROOT / ".venv").resolve().parent}:
+        output = output.replace(f"{folder}/", "")
     path.write_text(f"{command}\n{here}, two nodes of local_cluster.sh; {rest}\n{output}")
     print(f"wrote {path}")
+
+
+def record_sinfo() -> None:
+    write("sinfo", "sinfo", run("sinfo"))
 
 
 def record_job() -> None:
@@ -97,12 +104,14 @@ def record_elastic() -> None:
     shutil.copyfile(ROOT / "outputs/elastic/metrics.jsonl", RECORDED / "elastic.metrics.jsonl")
 
 
+RECORDINGS = {"sinfo": record_sinfo, "job": record_job, "elastic": record_elastic}
+
+
 def main() -> None:
     run(*CLUSTER, "up")
     try:
-        write("sinfo", "sinfo", run("sinfo"))
-        record_job()
-        record_elastic()
+        for name in sys.argv[1:] or RECORDINGS:
+            RECORDINGS[name]()
     finally:
         run(*CLUSTER, "down")
 
