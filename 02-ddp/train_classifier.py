@@ -84,7 +84,7 @@ def main() -> None:
     local_rank = int(os.environ["LOCAL_RANK"])  # the rank within this machine
     device = torch.device("cpu")
     if torch.cuda.is_available():
-        device = torch.device("cuda", local_rank % torch.cuda.device_count())
+        device = torch.device("cuda", launch.gpu_of(local_rank))
         torch.cuda.set_device(device)  # "cuda" without a number means this GPU from here on
     # "high" lets GPUs multiply float32 matrices in TF32: its range, but about 3 decimal digits.
     torch.set_float32_matmul_precision("high" if device.type == "cuda" else "highest")
