@@ -120,28 +120,6 @@ def test_results(rule):
     assert rule(RESULTS) == []
 
 
-LAB_5 = {
-    "fp32": "GPT-2, strict float32",
-    "tf32": "chapter 5, TF32, compiled",
-    "bf16": "chapter 5, bfloat16, compiled",
-    "fp16": "GPT-2, float16",
-    "pure-bf16": "GPT-2, bfloat16 weights",
-    "fp8": "GPT-2, fp8",
-}
-
-
-@pytest.mark.check
-def test_numbers_in_lab_5():
-    """A notebook cannot read result files, so its numbers are compared with them here."""
-    notebook = json.loads((ROOT / "05-mixed-precision/lab.ipynb").read_text())
-    sources = ("".join(cell["source"]) for cell in notebook["cells"])
-    cell = next(source for source in sources if re.search(r"^gpu = \{", source, re.MULTILINE))
-    shown = ast.literal_eval(re.search(r"^gpu = (\{.*?\})$", cell, re.MULTILINE | re.DOTALL)[1])
-    speed, peak = report.of_row("tokens_per_s"), report.of_row("peak_mem_gib")
-    rows = {name: (round(speed(row)), round(peak(row), 1)) for name, row in LAB_5.items()}
-    assert shown == rows
-
-
 # --- planted mistakes ---
 
 
