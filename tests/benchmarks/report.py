@@ -77,7 +77,8 @@ def groups(*labels: str) -> list[dict[str, dict]]:
     """Return the rows of measure.py with these labels that can be compared: those of one file.
 
     A later file counts only if it has a row that the files before it do not have. Then all of its
-    rows are returned, because the row needs them for comparison.
+    rows are returned, because the row needs them for comparison. Of several groups, those of a
+    single row are left out: they compare nothing.
     """
     found: list[dict[str, dict]] = []
     for file in MEASURED:
@@ -85,7 +86,7 @@ def groups(*labels: str) -> list[dict[str, dict]]:
         group = {label: rows[label] for label in labels if label in rows}
         if any(all(label not in other for other in found) for label in group):
             found.append(group)
-    return found
+    return [group for group in found if len(group) > 1] or found
 
 
 def measured(*labels: str) -> dict[str, dict]:
