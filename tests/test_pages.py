@@ -55,9 +55,10 @@ HEADINGS = [
 TOPIC_WORDS = 1850
 WORDS = {"reference.md": 3100, "measurements.md": 3100}
 WORDS |= {f"{chapter}/README.md": 2900 for chapter in CHAPTERS}
-WORDS |= {"README.md": 1200, "tests/README.md": 1800}
+WORDS |= {"README.md": 1300, "tests/README.md": 1800}
 WORDS |= {"03-multi-node/topics/diagnosing.md": 2000}
-UNFOLDED_WORDS = 700  # of the front page
+WORDS |= {"05-mixed-precision/topics/gallery.md": 2600}  # which has a row for each variant
+UNFOLDED_WORDS = 770  # of the front page
 NEEDS = {"gpu", "cluster", "local_cluster", "hub", "horovod"}
 LANGUAGES = (["bash"], ["diff"], ["text"], ["python"], ["dockerfile"])
 # argparse, PyTorch and torchrun say these.
