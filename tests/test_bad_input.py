@@ -105,6 +105,7 @@ REFUSALS: list[tuple[Files, tuple[object, ...], str]] = [
     ({}, ("-d", "no/set"), f"There is no data set 'no/set': it is no preset{HUB}"),
     ({}, ("-d", "./nope"), "There is no data set at './nope'"),
     ({}, ("-d", ""), "There is no data set at ''"),
+    ({}, ("-d", "my_text.txt"), "There is no file 'my_text.txt': check the path."),
     ({}, ("--text-column", "body"), "is text: it has no"),
     ({"data/a.png": ""}, DATA, "has no file that ends in one of: .txt"),
     ({"data/a.txt": "text", "data/b.csv": TABLE}, DATA, "several kinds (a.txt, b.csv): give one"),

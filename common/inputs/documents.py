@@ -308,6 +308,8 @@ def load_table(name: str, subset: str | None) -> "DatasetDict":
 def load_from_hub(name: str, subset: str | None) -> "DatasetDict":
     """Return the splits of a data set of the hub; errors as in load_table."""
     check_hub_id("data set", name)
+    if format_of(name):  # a file that does not exist; the hub would be asked for half a minute
+        raise RunError(f"There is no file {name!r}: check the path.")
     datasets = _import_datasets()
     return _load(name, lambda: datasets.load_dataset(name, subset))
 
