@@ -109,6 +109,8 @@ def test_same_losses_if_the_whole_model_is_compiled(kind):
 @pytest.mark.parametrize("kind", ["gpt2", "llama"])
 def test_same_logits_with_blocks(kind, monkeypatch):
     """What a GPU gets; on a CPU, FlexAttention has no backward pass."""
+    if "AVX512" not in torch.backends.cpu.get_cpu_capability():
+        pytest.skip("FlexAttention returns nan on CPUs without AVX-512")
     model = make_model(kind, **MODELS[kind])
     ids = make_sequences()
     with torch.no_grad():
