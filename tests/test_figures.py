@@ -129,7 +129,7 @@ def test_sentences_about_the_model_quote_its_metrics():
         f"fall from {first['bits_per_byte']:.3f} after ",
         f" to {last['bits_per_byte']:.3f} after ",
         f"ends at {last['eval_loss']:.2f}, far above the training loss of {last['loss']:.2f}.",
-        f"saved a checkpoint at step {result['stopped_and_resumed']['stopped_after_step']:,} and exited.",
+        f"at step {result['stopped_and_resumed']['stopped_after_step']:,} and exited.",
         f"up to {before:.3f}](../../tests/benchmarks/results/model.json) before the signal and by "
         f"up to {after:.3f} after it",
     ):
