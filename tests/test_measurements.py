@@ -82,7 +82,9 @@ def wrong_commits(results: dict[str, dict]) -> list[str]:
 
 @functools.cache
 def has_history() -> bool:
-    return (measure.git("rev-parse", "--is-shallow-repository") or "").strip() == "false"
+    """Return whether this is a complete clone: a new repository of the files has no such commit."""
+    complete = (measure.git("rev-parse", "--is-shallow-repository") or "").strip() == "false"
+    return complete and any(measure.files_at(row["commit"]) for row in RESULTS["h200.json"]["rows"])
 
 
 def wrong_checksums(results: dict[str, dict]) -> list[str]:
