@@ -25,9 +25,9 @@ GPT2 = "05-mixed-precision/measurements.md#gpt-2-in-each-precision-on-one-gpu"
 
 def speed_in_words(ratio: float) -> str:
     """Return how fast a row is relative to another one, to a percent: "4% slower"."""
-    percent = round(100 * ratio - 100)
-    if abs(100 * ratio - 100) < 1:
+    if abs(ratio - 1) < 0.01:
         return "about as fast"
+    percent = round(100 * ratio - 100)
     return f"{abs(percent)}% {'faster' if percent > 0 else 'slower'}"
 
 

@@ -124,12 +124,13 @@ def test_sentences_about_the_model_quote_its_metrics():
     before = max(apart[step] for step in apart if step <= stop)
     after = max(apart[step] for step in apart if step > stop)
     page = (ROOT / "05-mixed-precision/topics/a_model.md").read_text().replace("\n", " ")
+    saved = result["stopped_and_resumed"]["stopped_after_step"]
     for sentence in (
         f"# A model in {result['ends_s'] / 60:.0f} minutes ",
         f"fall from {first['bits_per_byte']:.3f} after ",
         f" to {last['bits_per_byte']:.3f} after ",
         f"ends at {last['eval_loss']:.2f}, far above the training loss of {last['loss']:.2f}.",
-        f"at step {result['stopped_and_resumed']['stopped_after_step']:,} and exited.",
+        f"The run saved a checkpoint at step {saved:,} and exited.",
         f"up to {before:.3f}](../../tests/benchmarks/results/model.json) before the signal and by "
         f"up to {after:.3f} after it",
     ):
