@@ -79,6 +79,16 @@ def make_variants(command: str, copy: Path) -> None:
         subprocess.run(words, cwd=copy, check=True, stdout=subprocess.DEVNULL)
 
 
+def without_folders(text: str, copy: Path) -> str:
+    """Return an output without the paths of the copy and of this repository.
+
+    The copy's .venv leads to the one of this repository, which may itself be a link.
+    """
+    for folder in (copy, ROOT, (ROOT / ".venv").resolve().parent):
+        text = text.replace(f"{folder}/", "")
+    return text
+
+
 def run(command: str, copy: Path) -> tuple[int, str]:
     """Run a command in the copy, with the variant that it names; return its status and output."""
     env = {**ENVIRONMENT, "PATH": f"{copy}/.venv/bin:{ENVIRONMENT['PATH']}"}
@@ -94,8 +104,7 @@ def run(command: str, copy: Path) -> tuple[int, str]:
         command = f"git apply {diff} && trap 'git apply --reverse {diff}' EXIT && {command}"
     streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
     done = subprocess.run(["bash", "-c", command], cwd=copy, env=env, **streams)
-    # The copy's .venv leads to the one of this repository.
-    text = done.stdout.decode(errors="replace").replace(f"{copy}/", "").replace(f"{ROOT}/", "")
+    text = without_folders(done.stdout.decode(errors="replace"), copy)
     # pip warns about the places where this machine looks for packages.
     return done.returncode, re.sub(r"^WARNING: Location .*\n", "", text, flags=re.MULTILINE)
 
